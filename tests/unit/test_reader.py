@@ -118,7 +118,6 @@ def test_when_checksums_are_compared(tmp_path: Path) -> None:
     load(tmp_path, {name: torch.zeros(3000) for name in "ab"})  # reads no damaged byte
     with pytest.raises(CheckpointError, match="differs"):
         Reader(tmp_path).verify()
-    assert Reader(tmp_path).verify([MetadataIndex("a", [0])]) > 12000
 
 
 def test_what_surrounds_the_data_has_a_checksum(tmp_path: Path) -> None:

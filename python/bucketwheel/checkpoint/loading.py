@@ -116,7 +116,7 @@ class _Checkpoint:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
         if "extra" in self._entries:
-            self.extra = self._object("extra")
+            self.extra = self.reader.read_object("extra")
         if self._engine is not None and self._at_once:
             self._engine.announce_write()
         at_once = set(map(id, self._at_once))
@@ -302,15 +302,11 @@ class _Checkpoint:
     def _value(self, key: str) -> Any:
         """A tensor that is small, or not divided here; or another object."""
         if isinstance(entry := self._entries[key], BytesStorageMetadata):
-            return self._object(key)
+            return self.reader.read_object(key)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         items = self._items_of(key, [_whole(whole)])
         self._read(items, checks=True)
         return whole
-
-    def _object(self, key: str) -> Any:
-        self.reader.verify([MetadataIndex(key)])
-        return self.reader.read_object(key)
 
 
 def _is_new(engine: Engine) -> bool:

@@ -68,14 +68,11 @@ class Reader(StorageReader):
             os.close(self._files.popitem()[1])
         self._whole = None
 
-    def verify(self, indices: Iterable[MetadataIndex] | None = None) -> int:
-        """Read these items, or all of them, and compare their checksums; returns the bytes compared. Local.
-
-        Raises `CheckpointError` for the first that differs.
-        """
-        known = {index: self._stored(index) for index in indices} if indices is not None else self.description.items
+    def verify(self) -> int:
+        """Read everything and compare checksums; returns the bytes compared. Local. `CheckpointError` for the first that
+        differs."""
         compared = 0
-        for index, stored in known.items():
+        for index, stored in self.description.items.items():
             if stored.sums is not None:
                 compared += stored.length
                 self._check_item(index, stored, 0, stored.sums.nbytes)
@@ -95,7 +92,8 @@ class Reader(StorageReader):
             self._read(stored, stored.sums.begin + begin, out)
 
     def read_object(self, fqn: str) -> Any:
-        """An object that is no tensor. Raises `CheckpointError` if its pickle names what ``weights_only`` refuses."""
+        """An object that is no tensor; its checksums are compared unless ``verify`` is ``"never"``. Raises `CheckpointError`,
+        also if its pickle names what ``weights_only`` refuses."""
         content = self._object_bytes(MetadataIndex(fqn))
         try:
             return torch.load(BytesIO(content), map_location="cpu", weights_only=self.weights_only)
@@ -165,10 +163,10 @@ class Reader(StorageReader):
         for item in self.in_order(items):
             stored = self._stored(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
-                if self.verify_when == "before":
-                    self.verify([item.storage_index])
                 if self.weights_only:
                     self.read_object(item.storage_index.fqn)
+                elif self.verify_when == "before":
+                    self._object_bytes(item.storage_index)
             elif stored.sums is None:
                 self._foreign_box(item.storage_index)
             elif self.verify_when == "before":
@@ -318,8 +316,8 @@ class Reader(StorageReader):
     def _object_bytes(self, index: MetadataIndex) -> bytearray:
         stored = self._stored(index)
         content = bytearray(stored.length)
-        if stored.sums is not None:
-            self.read_box(index, 0, memoryview(content))
+        if stored.sums is not None and self.verify_when != "never":
+            self._check_data(index, stored, 0, stored.length, memoryview(content))
         else:
             self._read(stored, 0, memoryview(content))
         return content
