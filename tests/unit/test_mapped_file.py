@@ -19,6 +19,14 @@ def test_it_is_as_readable_as_other_files(tmp_path: Path) -> None:
     assert (tmp_path / "x.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+def test_what_a_killed_process_has_left_goes(tmp_path: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(os, "getpid", lambda: -1)
+        MappedFile(tmp_path / "x.pt", [torch.ones(3)])
+    MappedFile(tmp_path / "x.pt", [torch.ones(3)]).commit()
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     def reserve(descriptor: int, offset: int, length: int) -> None:
         assert offset == 0 and length == os.fstat(descriptor).st_size > 8_000_000

@@ -22,7 +22,8 @@ class MappedFile:
 
     def __init__(self, path: str | os.PathLike[str], skeleton: Any) -> None:
         self._path = Path(path)
-        self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        self._temporary = self._path.with_name(f".{self._path.name}.tmp")
+        self.remove()  # left by a process that was killed
         try:
             with torch.serialization.skip_data():
                 torch.save(skeleton, self._temporary)
