@@ -176,6 +176,19 @@ def test_files_are_closed(tmp_path: Path) -> None:
     assert opened() == count
 
 
+def test_few_files_are_open_at_a_time(rank_pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint that thousands of ranks have written, a process may not open all."""
+    rank_pool(2).run(save_rows, str(tmp_path))
+    monkeypatch.setattr("bucketwheel.checkpoint.reader._MOST_FILES", 1)
+    reader = Reader(tmp_path)
+    assert reader.verify() > 0 and len(reader.description.items) == 2 and len(reader._files) == 1
+    reader.close()
+
+
+def save_rows(rank: int, world: int, folder: str) -> None:
+    dcp.save({"rows": sharded(init_device_mesh("cpu", (2,)), Shard(0))}, storage_writer=Writer(folder))
+
+
 def test_another_folder_by_reset(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         save(tmp_path / name, {"x": values(3, seed=seed)})

@@ -22,6 +22,7 @@ from bucketwheel.native import core
 
 __all__ = ["Reader"]
 
+_MOST_FILES = 256  # open at a time: each rank has written one, and a process may often open 1024
 _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
 
 
@@ -302,6 +303,8 @@ class Reader(StorageReader):
         path, position = stored.path, stored.offset + at
         try:
             if path not in self._files:
+                if len(self._files) == _MOST_FILES:
+                    self.close()
                 self._files[path] = os.open(self.path / path, os.O_RDONLY)
             while out:
                 got = os.preadv(self._files[path], [out], position)
