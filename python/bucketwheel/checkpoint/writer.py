@@ -140,19 +140,20 @@ class DataFile:
         Raises `TypeError` for a tensor without strided memory, `OSError` if the disk is full.
         """
         before, behind, gap = b"", b"", 0
-        pieces: Iterable[torch.Tensor]
+        views: Iterable[memoryview]
         if isinstance(data, BytesIO):
-            pieces = [torch.frombuffer(data.getbuffer(), dtype=torch.uint8)] if data.getbuffer() else []
+            views = [data.getbuffer()]
         else:
             before, behind = envelope_of(data.dtype, tuple(data.shape))
             pieces = self._pieces(data) if isinstance(data, torch.Tensor) else data.chunks()
+            views = (buffer_of(piece) for piece in pieces)
             if data.shape.numel() * data.dtype.itemsize >= _IN_PLACE_BYTES:
                 gap = -(self.size + len(before)) % _PAGE
         self._write(memoryview(bytes(gap) + before))
         nbytes = 0
         sums: list[int] = []  # of each chunk
-        for piece in pieces:
-            left = view = buffer_of(piece)
+        for view in views:
+            left = view
             while left:
                 at = nbytes % self.chunk_bytes
                 part = left[: self.chunk_bytes - at]
