@@ -231,7 +231,7 @@ class _Plan:
         self.everyone = everyone
         self.part_bytes = min(BUFFER_BYTES, limit // 4 // 4096 * 4096)  # what is read, staged and written at a time
         self.chunk_bytes = min(CHUNK_BYTES, self.part_bytes)
-        device = next((info.device for info in engine.infos), torch.device("cpu")) if engine else torch.device("cpu")
+        device = torch.device("cpu") if engine is None else engine.steps.device
         self.staging = Staging(limit - self.part_bytes, self.part_bytes, device)  # the rest is the DataFile's
         self.items: list[_Item] = []
         self.same: dict[str, str] = {}  # tied weights: a name, and that under which it is written
@@ -277,7 +277,7 @@ class _Plan:
                 of_param.setdefault(leaf.info.index, []).append((key, leaf))
         for index in dict.fromkeys([*self.engine.write_order(), *of_param]):  # those without elements are in no bucket
             if index in of_param:
-                boxes = live_boxes(self.engine, of_param[index][0][1].info)
+                boxes = live_boxes(self.engine, self.engine.infos[index])
                 for key, leaf in of_param[index]:
                     self._add_boxes(key, leaf, boxes, turns)
 
