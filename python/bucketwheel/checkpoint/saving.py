@@ -136,11 +136,10 @@ def async_save(
     finish_before(engine, everyone, folder)
     if engine is not None:
         optimizer._follow_groups()
-        engine.param_sync()
     with failing_together(partial(agree, engine), "bw.checkpoint.save"):
         if engine is not None:
             optimizer._follow_state()
-            engine.bind_moved()
+            engine.bind_moved()  # who asks a parameter where it lies waits for its gather
         plan = _Plan(model, optimizer, engine, extra, everyone, limit)
         if everyone.rank == 0:
             start(folder)
