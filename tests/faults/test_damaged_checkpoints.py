@@ -17,22 +17,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
-from bucketwheel.checkpoint import Reader, writer
+from bucketwheel.checkpoint import Reader, TensorShard, Writer
 from bucketwheel.checkpoint.format import METADATA, packed
 from bucketwheel.errors import CheckpointError
+from tests.support.checkpoint_jobs import save_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ROWS, COLUMNS = 40, 50
-WORLD = 2
 UNTOUCHED = -7.0
 
 
@@ -43,30 +36,14 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def save_by_two_ranks(folder: Path, seed: int) -> None:
-    """Half of each matrix by each rank, the rest by the first."""
-    state = state_of(seed)
-    writer.start(folder)
-    entries: dict[str, Any] = {"group.lr": BytesStorageMetadata(), "group.name": BytesStorageMetadata()}
-    results = []
-    for rank in range(WORLD):
-        file = writer.DataFile(folder / writer.SAVING / f"__{rank}_0.distcp", chunk_bytes=4096, sync=False)
-        half = slice(rank * ROWS // WORLD, (rank + 1) * ROWS // WORLD)
-        written = [file.add(MetadataIndex(name, [half.start, 0]), state[name][half]) for name in ("a", "b")]
-        if rank == 0:
-            written.append(file.add(MetadataIndex("step", []), state["step"]))
-            for name, value in state["group"].items():
-                item = dcp.planner.WriteItem(MetadataIndex(f"group.{name}"), dcp.planner.WriteItemType.BYTE_IO)
-                written.append(file.add(item.index, dcp.DefaultSavePlanner().transform_object(item, value)))
-        file.close()
-        results.append(written)
-    sizes = torch.Size([ROWS // WORLD, COLUMNS])
-    boxes = [ChunkStorageMetadata(torch.Size([rank * ROWS // WORLD, 0]), sizes) for rank in range(WORLD)]
-    for name in ("a", "b"):
-        entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), state[name].shape, boxes)
-    scalar = ChunkStorageMetadata(torch.Size(), torch.Size())
-    entries["step"] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [scalar])
-    planner_data = {"group.lr": ("group", "lr"), "group.name": ("group", "name"), **{name: (name,) for name in entries}}
-    writer.publish(folder, Metadata(entries, planner_data), results, chunk_bytes=4096, sync=False)
+    """Half of each matrix by each rank."""
+    states = [state_of(seed) for _ in range(2)]
+    for rank, state in enumerate(states):
+        part = (rank * ROWS * COLUMNS // 2, (rank + 1) * ROWS * COLUMNS // 2)
+        for name in ("a", "b"):
+            piece = state[name].flatten()[slice(*part)]
+            state[name] = TensorShard(piece, (ROWS, COLUMNS), (COLUMNS, 1), [part], (rank, 2))
+    save_parts(states, Writer(folder, chunk_bytes=4096, sync=False))
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, in_world, on_cpu_ranks
+from tests.support.checkpoint_jobs import save_parts
 
 F32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
@@ -90,20 +90,6 @@ def expected_of(precision: str, world: int, steps: int = 3) -> list[Tensor]:
 # ---- stock DCP
 
 
-def save_parts(states: list[dict[str, Any]], folder: Path) -> None:
-    """What `dcp.save` does in as many processes."""
-    planners = [DefaultSavePlanner() for _ in states]
-    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
-        planner.set_up_planner(state, is_coordinator=rank == 0)
-    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
-    writer = bw.checkpoint.Writer(folder)
-    writer.set_up_storage_writer(True)
-    finished = [planner.finish_plan(plan) for planner, plan in zip(planners, plans, strict=True)]
-    plans = writer.prepare_global_plan(finished)
-    results = [writer.write_data(plan, planner).value() for planner, plan in zip(planners, plans, strict=True)]
-    writer.finish(metadata, results)
-
-
 def loaded_by_dcp(job: Job, reader: Any) -> list[Tensor]:
     state = job.state()
     dcp.load(state, storage_reader=reader, no_dist=True)
@@ -129,7 +115,7 @@ def test_dcp_brings_it_to_another_device(precision: str, world: int, tmp_path: P
     got = in_world(world, body)
     expected = expected_of(precision, world)
     assert_equal(got[0][1], expected)
-    save_parts([state for state, _ in got], tmp_path)
+    save_parts([state for state, _ in got], bw.checkpoint.Writer(tmp_path))
     assert_equal(loaded_by_dcp(Job(precision, None, DEVICE.tensors, 7), bw.checkpoint.Reader(tmp_path)), expected)
     with DEVICE.cpu():
         assert_equal(loaded_by_dcp(Job(precision, None, CPU, 7), dcp.FileSystemReader(tmp_path)), expected)

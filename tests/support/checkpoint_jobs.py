@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.nn import Parameter
 
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -94,3 +95,16 @@ def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
 def sizes_of(folder: Any) -> Sequence[int]:
     """Of the data files of a checkpoint."""
     return [path.stat().st_size for path in sorted(folder.glob("data-*/*"))]
+
+
+def save_parts(states: Sequence[dict[str, Any]], writer: Any) -> None:
+    """What `dcp.save` does in as many processes."""
+    planners = [DefaultSavePlanner() for _ in states]
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    writer.set_up_storage_writer(True)
+    finished = [planner.finish_plan(plan) for planner, plan in zip(planners, plans, strict=True)]
+    plans = writer.prepare_global_plan(finished)
+    results = [writer.write_data(plan, planner).value() for planner, plan in zip(planners, plans, strict=True)]
+    writer.finish(metadata, results)
