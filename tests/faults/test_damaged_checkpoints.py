@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bucketwheel.checkpoint import Reader, TensorShard, Writer
-from bucketwheel.checkpoint.format import METADATA, packed
+from bucketwheel.checkpoint.format import METADATA
 from bucketwheel.errors import CheckpointError
 from tests.support.checkpoint_jobs import save_parts
+from tests.unit.test_format import Calls, pickled, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ROWS, COLUMNS = 40, 50
@@ -142,9 +143,9 @@ def file_of_another(folder: Path, whole: Path, chance: random.Random) -> None:
 
 def tampered(folder: Path, change: Callable[[Metadata], Any]) -> None:
     """With the checksum that belongs to it."""
-    metadata = pickle.loads((folder / METADATA).read_bytes())
+    metadata = pickled(folder)
     change(metadata)
-    (folder / METADATA).write_bytes(packed(metadata))
+    write(folder, metadata)
 
 
 def tamper_with_names(folder: Path, whole: Path, chance: random.Random) -> None:
@@ -177,16 +178,8 @@ def tamper_with_places(folder: Path, whole: Path, chance: random.Random) -> None
     tampered(folder, change)
 
 
-class Hostile:
-    def __init__(self, flag: Path) -> None:
-        self.flag = flag
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.flag}",)
-
-
 def hostile_pickle(folder: Path, whole: Path, chance: random.Random) -> None:
-    hostile = Hostile(folder / "executed")
+    hostile = Calls(os.system, f"touch {folder / 'executed'}")
     kind = chance.randrange(3)
     if kind == 0:
         (folder / METADATA).write_bytes(pickle.dumps(hostile))

@@ -48,21 +48,11 @@ def test_what_torch_2_15_wrote() -> None:
 
 @pytest.mark.parametrize("more", [(), ((4, 1),), ((4, 1), "what a later torch adds")])
 def test_properties_of_any_torch(tmp_path: Path, more: tuple[Any, ...]) -> None:
-    class Properties(TensorProperties):
-        def __getstate__(self) -> Any:
-            return (*super().__getstate__()[:5], *more)
-
-    Properties.__module__, Properties.__qualname__ = TensorProperties.__module__, TensorProperties.__qualname__
-    Properties.__name__ = "TensorProperties"
     save(tmp_path, {"x": values(3, 4)})
     metadata = pickled(tmp_path)
     entry = metadata.state_dict_metadata["x"]
-    entry.properties = Properties(**vars(entry.properties))
-    real, dcp.metadata.TensorProperties = dcp.metadata.TensorProperties, Properties  # pickle looks it up by its name
-    try:
-        write(tmp_path, metadata)
-    finally:
-        dcp.metadata.TensorProperties = real
+    entry.properties = Calls(TensorProperties, state=(*entry.properties.__getstate__()[:5], *more))
+    write(tmp_path, metadata)
     assert describe(tmp_path).metadata.state_dict_metadata["x"].properties.dtype == torch.float32
     found = {"x": torch.zeros(3, 4)}
     dcp.load(found, storage_reader=Reader(tmp_path))
