@@ -15,7 +15,7 @@ from bucketwheel.checkpoint.boxes import Box, boxes_of
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import join_master
 
-__all__ = ["PARAM", "Engine", "LiveBox", "live_boxes", "split_views", "value_of"]
+__all__ = ["PARAM", "Engine", "LiveBox", "engine_of", "live_boxes", "split_views", "value_of"]
 
 PARAM = "param"  # beside the names of the states
 
@@ -42,6 +42,15 @@ class Engine(Protocol):
     def share_params(self) -> None: ...
     def announce_write(self, indices: Collection[int] | None = None) -> None: ...
     def expect_done_by_all(self, what: str, error: Exception | None) -> None: ...
+
+
+def engine_of(optimizer: Any) -> Engine | None:
+    """Of a `ShardedAdamW`, or None of None. TypeError for another optimizer."""
+    if optimizer is not None and not hasattr(optimizer, "_engine"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, expected a ShardedAdamW; others: see torch.distributed.checkpoint"
+        )
+    return None if optimizer is None else optimizer._engine
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch.nn import Module
 
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.format import folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, live_boxes
+from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
 from bucketwheel.checkpoint.reader import Reader
-from bucketwheel.checkpoint.saving import agree, engine_of, everyone_of, finish_before, is_extra_state, model_tensors
+from bucketwheel.checkpoint.saving import agree, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.errors import failing_together

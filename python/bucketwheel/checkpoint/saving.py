@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
 from bucketwheel.checkpoint.format import METADATA, Stored, Sums, folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, live_boxes
+from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, engine_of, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
@@ -60,7 +60,6 @@ __all__ = [
     "PendingSave",
     "agree",
     "async_save",
-    "engine_of",
     "everyone_of",
     "finish_before",
     "is_extra_state",
@@ -161,14 +160,6 @@ class Everyone:
     rank: int
     size: int
     timeout_s: float  # how long they wait for each other
-
-
-def engine_of(optimizer: Any) -> Engine | None:
-    if optimizer is not None and not hasattr(optimizer, "_engine"):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, expected a ShardedAdamW; others: see torch.distributed.checkpoint"
-        )
-    return None if optimizer is None else optimizer._engine
 
 
 def everyone_of(engine: Engine | None) -> Everyone:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bucketwheel.checkpoint.live import engine_of
 from bucketwheel.checkpoint.neighbours import Neighbours, exchange
 from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 from bucketwheel.checkpoint.restore import restore_from
@@ -93,6 +94,7 @@ class Snapshots:
         first_step: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
+        engine_of(optimizer)  # TypeError
         self._optimizer, self._engine = optimizer, optimizer._engine
         self.rank, self.world = self._engine.ranks
         with failing_together(self._engine.expect_done_by_all, "Snapshots"):
@@ -344,6 +346,7 @@ class Snapshots:
         ValueError on all ranks, with nothing changed, if no rank has a copy of some shard. PermissionError as from the
         constructor.
         """
+        engine_of(optimizer)  # TypeError
         copies: list[tuple[str, ShardCopy]] = []
         with failing_together(optimizer._engine.expect_done_by_all, "Snapshots.restore"):
             if isinstance(source, Snapshots):
