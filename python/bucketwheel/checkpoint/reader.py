@@ -79,19 +79,6 @@ class Reader(StorageReader):
                 self._check_item(index, stored, 0, stored.sums.nbytes)
         return compared
 
-    def read_box(self, index: MetadataIndex, begin: int, out: memoryview) -> None:
-        """Bytes [begin, begin + len(out)) of a box's data, in row-major order.
-
-        Raises `CheckpointError`; with ``verify="reading"`` also for a chunk that is damaged.
-        """
-        stored = self._stored(index)
-        if stored.sums is None:
-            out[:] = buffer_of(bytes_of(self._foreign_box(index)))[begin : begin + len(out)]
-        elif self._checks:
-            self._check_data(index, stored, begin, begin + len(out), out)
-        else:
-            self._read(stored, stored.sums.begin + begin, out)
-
     def read_object(self, fqn: str) -> Any:
         """An object that is no tensor; its checksums are compared unless ``verify`` is ``"never"``. Raises `CheckpointError`,
         also if its pickle names what ``weights_only`` refuses."""
@@ -151,7 +138,7 @@ class Reader(StorageReader):
     # ---- the same for `bucketwheel.checkpoint.load`, which calls them for each state and closes at its end
 
     def in_order(self, items: Iterable[ReadItem]) -> list[ReadItem]:
-        """As they lie in the files: a disk is read at its full speed so."""
+        """In the order in which they lie in the files, which disks read fastest."""
 
         def place(item: ReadItem) -> tuple[str, int]:
             stored = self._stored(item.storage_index)
@@ -160,7 +147,7 @@ class Reader(StorageReader):
         return sorted(items, key=place)
 
     def check(self, items: Iterable[ReadItem]) -> None:
-        """Raises `CheckpointError` for what is damaged of these, or refused, as far as that is looked at before a load."""
+        """What is looked at before a load: `CheckpointError` for an item that is damaged or refused."""
         for item in self.in_order(items):
             stored = self._stored(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
@@ -174,8 +161,7 @@ class Reader(StorageReader):
                 self._check_item(item.storage_index, stored, *self._needed(item))
 
     def load(self, items: Iterable[ReadItem], planner: LoadPlanner, *, checks: bool = False) -> None:
-        """Reads these to where ``planner`` wants them. With ``checks`` it compares checksums on the way, whatever ``verify``
-        says."""
+        """Reads items to where ``planner`` wants them. ``checks``: compare checksums on the way, whatever ``verify`` is."""
         before, self._checks = self._checks, self._checks or checks
         try:
             for item in self.in_order(items):
@@ -236,7 +222,7 @@ class Reader(StorageReader):
         first = begin + offsets[0] * row
         has_whole_rows = target.shape[1:] == sizes[1:]
         if has_whole_rows and target.is_cpu and target.is_contiguous() and target.dtype == dtype:
-            self.read_box(index, first * dtype.itemsize, buffer_of(bytes_of(target)))
+            self._read_box(index, first * dtype.itemsize, buffer_of(bytes_of(target)))
             torch.autograd.graph.increment_version(target)  # torch does not see this write
             return
         rows = (self.description.chunk_bytes or CHUNK_BYTES) // (row * dtype.itemsize)
@@ -248,10 +234,20 @@ class Reader(StorageReader):
         for at in range(0, len(target), rows):
             part = target[at : at + rows]
             staged = torch.empty(len(part), *sizes[1:], dtype=dtype, device="cpu")
-            self.read_box(index, (first + at * row) * dtype.itemsize, buffer_of(bytes_of(staged)))
+            self._read_box(index, (first + at * row) * dtype.itemsize, buffer_of(bytes_of(staged)))
             for dimension, (offset, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True), 1):
                 staged = staged.narrow(dimension, offset, length)
             part.copy_(staged)
+
+    def _read_box(self, index: MetadataIndex, begin: int, out: memoryview) -> None:
+        """Bytes [begin, begin + len(out)) of a box's data, in row-major order."""
+        stored = self._stored(index)
+        if stored.sums is None:
+            out[:] = buffer_of(bytes_of(self._foreign_box(index)))[begin : begin + len(out)]
+        elif self._checks:
+            self._check_data(index, stored, begin, begin + len(out), out)
+        else:
+            self._read(stored, stored.sums.begin + begin, out)
 
     def _check_data(
         self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: memoryview | None = None
