@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
 from bucketwheel.checkpoint.piece import Piece
@@ -193,7 +194,7 @@ class TensorShard(Tensor):
                 "async_save async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id "
                 "and no writer"
             )
-        next(arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, TensorShard))._refuse(func)
+        next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, TensorShard))._refuse(func)
 
     def _take(self, other: Tensor) -> None:
         if isinstance(other, TensorShard):
@@ -240,14 +241,6 @@ class StoredState:
 
     shape: torch.Size
     load: Callable[[], None]
-
-
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def _rebuild(*given: Any) -> TensorShard:
