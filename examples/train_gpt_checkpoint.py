@@ -80,7 +80,4 @@ class Checkpoints:
         return self.step
 
     def summary(self) -> str:
-        size = sum(path.stat().st_size for path in self.folder.rglob("*"))
-        return (
-            f"{self.folder} holds {size / 1e6:.1f} MB; training waited {self.stalled_s:.3f} s for {self.saves} save(s)"
-        )
+        return f"training waited {self.stalled_s:.3f} s for {self.saves} save(s) in {self.folder}"
