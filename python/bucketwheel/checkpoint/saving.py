@@ -48,7 +48,7 @@ from bucketwheel.checkpoint.format import METADATA, Stored, Sums, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, engine_of, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
-from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
+from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start, stat_of
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
@@ -542,7 +542,7 @@ class _OfOther(CheckpointError):
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = stat_of(path)
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns

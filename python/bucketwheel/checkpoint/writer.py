@@ -37,7 +37,17 @@ from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
-__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "ChunkedTensor", "DataFile", "SAVING", "Writer", "publish", "start"]
+__all__ = [
+    "BUFFER_BYTES",
+    "CHUNK_BYTES",
+    "ChunkedTensor",
+    "DataFile",
+    "SAVING",
+    "Writer",
+    "publish",
+    "start",
+    "stat_of",
+]
 
 CHUNK_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
@@ -277,7 +287,7 @@ def publish(
         stored = result.storage_data
         ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
     saving = folder / SAVING
-    found = {path.name: _size(path) for path in saving.iterdir()}
+    found = {path.name: stat_of(path).st_size for path in saving.iterdir()}
     if found != ends:
         raise CheckpointError(
             f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
@@ -317,9 +327,10 @@ def publish(
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _size(path: Path) -> int:
-    with open(path, "rb") as file:  # NFS asks the server at an open; what stat says may be some seconds old
-        return os.fstat(file.fileno()).st_size
+def stat_of(path: Path) -> os.stat_result:
+    """As the file is now: NFS asks the server at an open, and what `os.stat` says may be a minute old."""
+    with open(path, "rb") as file:
+        return os.fstat(file.fileno())
 
 
 class Writer(StorageWriter):
