@@ -33,7 +33,7 @@ from bucketwheel.layout.masters import load_master, moments_of, saved_names
 __all__ = ["load"]
 
 _NAMED = 5  # of missing names, in a message
-_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")  # whose names torch's get_state_dict leaves out
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")  # which torch's get_state_dict leaves out of names
 
 
 def load(directory: str | os.PathLike[str], model: Module | None = None, optimizer: Any = None) -> Any:
@@ -348,10 +348,12 @@ def _cut(begin: list[int], sizes: list[int], most: int) -> Iterator[tuple[list[i
 
 def _name_in(there: Collection[str], names: Sequence[str]) -> str:
     """A parameter's name as the checkpoint has it: as it is, or without the names of wrappers; empty if it has none."""
-    plain = list(names)
-    for wrapper in _WRAPPERS:
-        plain = [name.replace(wrapper, "") for name in plain]
-    return next((name for name in (*names, *plain) if name in there), "")
+    for count in range(len(_WRAPPERS) + 1):
+        for name in names:
+            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS[:count])
+            if plain in there:
+                return plain
+    return ""
 
 
 def _with_lists(found: Any) -> Any:

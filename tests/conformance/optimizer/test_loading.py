@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from bucketwheel import CheckpointError, checkpoint
@@ -98,7 +99,8 @@ def test_stock_loads_what_was_saved_and_saves_what_is_loaded(kind: str, tmp_path
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None:
-    model = Model()
+    """The model has names that torch's functions leave out."""
+    model = nn.Sequential(checkpoint_wrapper(Model()))
     named = [p for p in model.parameters() if p.requires_grad]
     twin = torch.optim.AdamW([{"params": named[:5]}, {"params": named[5:], "lr": 0.05}], lr=0.2)
     for p in named:
@@ -108,7 +110,7 @@ def test_loads_names_of_a_torch_optimizer(flatten: bool, tmp_path: Path) -> None
     dcp.save({"model": model.state_dict(), "optim": found}, checkpoint_id=tmp_path)
 
     def load(comm: Any) -> Any:
-        other = Model(seed=5)
+        other = nn.Sequential(checkpoint_wrapper(Model(seed=5)))
         trained = [p for p in other.parameters() if p.requires_grad]
         groups = [{"params": trained[:5][::-1]}, {"params": trained[5:], "lr": 0.01}]  # names count, and not the order
         opt = jobs.ShardedAdamW(groups, process_group=comm)
