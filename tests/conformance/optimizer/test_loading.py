@@ -201,6 +201,12 @@ def _model_alone(rank: int, world: int, folder: str) -> Any:
     checkpoint.save(folder, Model())
     other = Model(seed=2)
     checkpoint.load(folder, other)
+    unlike = Model(seed=2)
+    if rank == 1:
+        other_shape(unlike)
+    with pytest.raises(ValueError, match=r"'model\.mean' has shape"):
+        checkpoint.load(folder, unlike)
+    assert_bitwise_equal(list(unlike.parameters()), list(Model(seed=2).parameters()))
     return dict(other.state_dict())
 
 
