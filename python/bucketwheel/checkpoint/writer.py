@@ -37,17 +37,7 @@ from bucketwheel.checkpoint.mapped_file import sync_path
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
-__all__ = [
-    "BUFFER_BYTES",
-    "CHUNK_BYTES",
-    "ChunkedTensor",
-    "DataFile",
-    "SAVING",
-    "Writer",
-    "publish",
-    "start",
-    "stat_of",
-]
+__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "DataFile", "SAVING", "Writer", "publish", "start", "stat_of"]
 
 CHUNK_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
