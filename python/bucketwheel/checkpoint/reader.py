@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from bucketwheel.checkpoint.format import Description, Stored, describe, folder_of
-from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of, bytes_of
+from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
@@ -222,7 +222,7 @@ class Reader(StorageReader):
         first = begin + offsets[0] * row
         has_whole_rows = target.shape[1:] == sizes[1:]
         if has_whole_rows and target.is_cpu and target.is_contiguous() and target.dtype == dtype:
-            self._read_box(index, first * dtype.itemsize, buffer_of(bytes_of(target)))
+            self._read_box(index, first * dtype.itemsize, buffer_of(target))
             torch.autograd.graph.increment_version(target)  # torch does not see this write
             return
         rows = (self.description.chunk_bytes or CHUNK_BYTES) // (row * dtype.itemsize)
@@ -234,7 +234,7 @@ class Reader(StorageReader):
         for at in range(0, len(target), rows):
             part = target[at : at + rows]
             staged = torch.empty(len(part), *sizes[1:], dtype=dtype, device="cpu")
-            self._read_box(index, (first + at * row) * dtype.itemsize, buffer_of(bytes_of(staged)))
+            self._read_box(index, (first + at * row) * dtype.itemsize, buffer_of(staged))
             for dimension, (offset, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True), 1):
                 staged = staged.narrow(dimension, offset, length)
             part.copy_(staged)
@@ -243,7 +243,7 @@ class Reader(StorageReader):
         """Bytes [begin, begin + len(out)) of a box's data, in row-major order."""
         stored = self._stored(index)
         if stored.sums is None:
-            out[:] = buffer_of(bytes_of(self._foreign_box(index)))[begin : begin + len(out)]
+            out[:] = buffer_of(self._foreign_box(index))[begin : begin + len(out)]
         elif self._checks:
             self._check_data(index, stored, begin, begin + len(out), out)
         else:

@@ -142,7 +142,7 @@ class Staging:
             is_live = chunk.progress is _Progress.LIVE
             chunk.progress = _Progress.READ if is_live else chunk.progress
         if is_live and chunk.is_in_place:
-            yield chunk.views[0].view(-1).view(torch.uint8)
+            yield chunk.views[0]
             chunk.watched.expect_unedited()
         else:
             memory = chunk.staged

@@ -58,19 +58,14 @@ class ChunkedTensor(Protocol):
     shape: torch.Size
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Its bytes in row-major order, as contiguous 1-D uint8 tensors on the CPU. One is used until the next is asked for."""
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as 1-D uint8."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        """Its bytes in row-major order, as contiguous tensors on the CPU. One is used until the next is asked for."""
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a 1-D uint8 tensor on the CPU, for the operating system; valid while the tensor lives."""
+    """The memory of a contiguous tensor on the CPU, for the operating system; valid while the tensor lives."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _address(memory: memoryview) -> int:
@@ -241,7 +236,7 @@ class DataFile:
             )
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cpu and tensor.is_contiguous():
-            yield from bytes_of(tensor).split(BUFFER_BYTES)
+            yield from tensor.view(-1).split(BUFFER_BYTES // tensor.itemsize)
             return
         if self._staging is None:
             self._staging = torch.empty(self.chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
