@@ -297,7 +297,7 @@ class _Plan:
                 raise TypeError(
                     f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
                 )
-            is_spread = isinstance(leaf, Parameter) or key.startswith("optim.state.")
+            is_spread = isinstance(leaf, Tensor) and (isinstance(leaf, Parameter) or key.startswith("optim.state."))
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
                 continue
             if not isinstance(leaf, Tensor):
