@@ -508,7 +508,7 @@ class PendingSave:
             if _stamp(self._folder / METADATA) != self._before:
                 return
             is_gone = saving.exists() and not self._path("_0.distcp", 0).exists()
-            if saving.exists():  # else it is being renamed
+            if saving.exists():  # before and after that look: else it is being renamed
                 self._expect_at_work(0, is_gone)
 
     def _expect_at_work(self, rank: int, is_gone: bool) -> None:

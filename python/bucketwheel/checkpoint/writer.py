@@ -303,7 +303,7 @@ def publish(
         temporary.write_bytes(packed(metadata))
         flush(temporary)
         temporary.replace(folder / METADATA)
-    except BaseException:
+    except BaseException:  # ranks look there for why
         (folder / data).rename(saving)
         raise
     flush(folder)
