@@ -354,18 +354,6 @@ def test_a_commit_that_fails_leaves_all_files_where_ranks_look_for_them(tmp_path
     assert files(tmp_path) == {".saving/f", ".metadata.tmp"}
 
 
-def test_the_commit_asks_for_sizes_of_files_that_it_has_opened(tmp_path: Path, monkeypatch: Any) -> None:
-    """NFS remembers what stat has said, and another rank's file has grown since."""
-    stat = Path.stat
-
-    def remembered(path: Path, **options: Any) -> os.stat_result:
-        found = stat(path, **options)
-        return os.stat_result((*found[:6], 0, *found[7:])) if path.suffix == ".distcp" else found
-
-    monkeypatch.setattr(Path, "stat", remembered)
-    save(tmp_path, {"x": values(5)})
-
-
 def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:
     real = writer.publish
 
