@@ -226,7 +226,7 @@ def whole_by_names(is_on_one: bool) -> Route:
 
 
 def save_whole(run: Training, where: Path) -> None:
-    state = {"model": run.model.state_dict(), "optim": run.opt.full_state_dict(0)}
+    state = {"model": run.model.state_dict(), "optim": run.opt.full_state_dict(0, chunk_bytes=1000)}
     if run.rank == 0:
         torch.save(state, where)
     dist.barrier(run.group)
@@ -235,7 +235,7 @@ def save_whole(run: Training, where: Path) -> None:
 def load_whole(run: Training, where: Path) -> None:
     state = torch.load(where, weights_only=True)
     run.model.load_state_dict(state["model"])
-    run.opt.load_full_state_dict(state["optim"] if run.rank == 0 else None, 0)
+    run.opt.load_full_state_dict(state["optim"] if run.rank == 0 else None, 0, chunk_bytes=1000)
 
 
 ROUTES = {

@@ -31,18 +31,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 states": {"dtype": F32, "granularity": "row", "state_dtype": BF16},
     "bf16, remainder, elements": {"dtype": BF16, "granularity": 1, "master_weights": "bf16_remainder"},
 }
-SLOW = pytest.mark.slow
-WORLDS = [None, 1, 2, 3, pytest.param(4, marks=SLOW)]
-FEW = [
-    *((world, "bf16, remainder") for world in (None, 1, 2)),
-    *((3, precision) for precision in PRECISIONS),
-    *(
-        pytest.param(world, p, marks=SLOW)
-        for world in (2, 4)
-        for p in PRECISIONS
-        if (world, p) != (2, "bf16, remainder")
-    ),
-]
+WORLDS = [None, 1, 2, 3]
+FEW = [*((world, "bf16, remainder") for world in (None, 1, 2, 4)), *((3, precision) for precision in PRECISIONS)]
 
 
 def made(precision: str, comm: Any, seed: int = 0, **more: Any) -> tuple[ShardedAdamW, list[Parameter]]:
