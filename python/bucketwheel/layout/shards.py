@@ -74,6 +74,7 @@ class Space:
         self._infos = self.flat.infos
         self.indices = [info.index for info in self._infos]
         self._packed_at = {index: packed for packed, index in enumerate(self.indices) if index >= 0}
+        self._owned = {index: self.packing.owned(packed, self.rank) for index, packed in self._packed_at.items()}
 
     def renumber(self, infos: Mapping[Tensor, ParamInfo]) -> None:
         """`FlatParams.renumber`."""
@@ -105,7 +106,7 @@ class Space:
 
     def owned(self, index: int) -> list[Segment]:
         """The parts of the parameter ``index`` that this rank owns."""
-        return self.packing.owned(self._packed_at[index], self.rank)
+        return self._owned[index]
 
     def ranges_of(self, index: int) -> list[list[tuple[int, int]]]:
         """By rank: what it owns of the parameter ``index``, [begin, end) in its memory order, ascending."""
