@@ -24,9 +24,10 @@ import bucketwheel as bw
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.checkpoint_jobs import KINDS
+from tests.support import checkpoint_jobs
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 
+KINDS = {**checkpoint_jobs.KINDS, "bf16 states": {"state_dtype": torch.bfloat16}}  # beside fp32 parameters
 CUTS: dict[str, dict[str, Any]] = {"rows": {}, "elements": {"granularity": 1}}
 
 

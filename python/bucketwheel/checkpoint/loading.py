@@ -43,7 +43,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     "optim": ...}`` where ``"optim"`` is ``optimizer.state_dict()`` of a `ShardedAdamW` or of `torch.optim.AdamW`, or what
     `get_optimizer_state_dict` returns. States keep their dtype and the kind of their masters, as `load_state_dict` does; a
     model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
-    checkpoint of another writer one box.
+    checkpoint of another writer three times its largest box.
 
     Raises, on all ranks, before anything is written anywhere (moments of an optimizer that has not stepped yet are zeros again):
         CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.

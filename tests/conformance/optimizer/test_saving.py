@@ -383,8 +383,8 @@ def test_saves_over_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def train(comm: Any) -> None:
         job = jobs.of(comm)
-        for _ in range(2):
-            checkpoint.async_save(tmp_path, job.model, job.opt).wait(LIMIT_S / 4)
+        for extra in (None, "makes the file of rank 0 larger"):
+            checkpoint.async_save(tmp_path, job.model, job.opt, extra).wait(LIMIT_S / 4)
 
     monkeypatch.setattr(Path, "stat", lambda path, **options: said.setdefault(path, stat(path, **options)))
     run_local(2, train, timeout_s=LIMIT_S)
@@ -445,7 +445,12 @@ def test_a_rank_that_writes_nothing_for_the_time_limit_is_waited_for_no_longer(
     monkeypatch.setattr(DataFile, "_write", stuck)
 
     everyone_of = saving.everyone_of
-    monkeypatch.setattr(saving, "everyone_of", lambda engine: replace(everyone_of(engine), timeout_s=0.5))
+
+    def hurried(engine: Any) -> Any:
+        found = everyone_of(engine)
+        return replace(found, timeout_s=found.timeout_s / 60)  # of the communicator's 30 s
+
+    monkeypatch.setattr(saving, "everyone_of", hurried)
 
     def train(comm: Any) -> None:
         job = jobs.of(comm)
