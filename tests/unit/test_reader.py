@@ -58,6 +58,19 @@ def test_values_of_another_dtype_and_layout(tmp_path: Path) -> None:
     assert torch.equal(found["x"], state["x"].double())
 
 
+@pytest.mark.parametrize("writer", [Writer, dcp.FileSystemWriter])
+def test_views_whose_memory_has_other_values(writer: Any, tmp_path: Path) -> None:
+    turned = torch.complex(values(3, 2), values(3, 2, seed=1))
+    state = {"conjugate": turned.conj(), "negative": turned.conj().imag.contiguous()}
+    dcp.save(state, storage_writer=writer(tmp_path))
+    for found in (
+        blank(state),
+        {"conjugate": torch.zeros_like(turned).conj(), "negative": torch._neg_view(torch.ones(3, 2))},
+    ):
+        load(tmp_path, found)
+        assert all(torch.equal(found[key], state[key]) for key in state)
+
+
 def part_of(index: MetadataIndex, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
     zeros = torch.Size([0] * len(lengths))
     return ReadItem(LoadItemType.TENSOR, index, zeros, index, torch.Size(offsets), torch.Size(lengths))

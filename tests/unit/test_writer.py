@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -352,6 +353,22 @@ def test_a_commit_that_fails_leaves_all_files_where_ranks_look_for_them(tmp_path
     with mock.patch.object(Path, "replace", side_effect=OSError(28, "full")), pytest.raises(OSError, match="full"):
         writer.publish(tmp_path, Metadata({}), [[result]], chunk_bytes=4096)
     assert files(tmp_path) == {".saving/f", ".metadata.tmp"}
+
+
+def test_a_commit_that_has_taken_effect_is_one_whatever_it_says(tmp_path: Path) -> None:
+    replace = Path.replace
+
+    def interrupted(path: Path, target: Path) -> None:
+        replace(path, target)
+        raise KeyboardInterrupt
+
+    for patched in (replace, interrupted):
+        state = {"x": values(50, seed=int(patched is interrupted))}
+        with mock.patch.object(Path, "replace", patched), contextlib.suppress(CheckpointException):
+            save(tmp_path, state)
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert_equal(found, state)
 
 
 def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ _TRAILER = struct.Struct("<8sQI")
 _SUMS = struct.Struct("<QQI")  # of an item: begin, nbytes, envelope of `Sums`; its chunks follow
 _MAGIC = b"\x89bwckpt\n"
 
-# What a pickle may name: each becomes a `_Record`, or is replaced by what stands here.
+# What a pickle may name, beside what `_replaced` has: each becomes a `_Record`.
 _RECORDS = {
     f"torch.distributed.checkpoint.{name}" for name in (
         "metadata.Metadata", "metadata.MetadataIndex", "metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata",
@@ -57,19 +57,21 @@ _RECORDS = {
         "metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo",
     )
 }  # fmt: skip
-_REPLACED: dict[str, Any] = {
-    **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
-    **{
-        f"{module}.{name}": lambda *parts: "/".join(map(str, parts))
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath")
-    },
-    "torch.Size": tuple,
-    "torch.serialization._get_layout": str,
-    "collections.OrderedDict": OrderedDict,
-    "builtins.set": set,
-    "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
-}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_PATHS = [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
+
+
+def _replaced() -> dict[str, Any]:
+    """What stands for a name of the pickle. Made anew for each load, since a pickle may write to functions."""
+    return {
+        **_DTYPES,
+        **dict.fromkeys(_PATHS, lambda *parts: "/".join(map(str, parts))),
+        "torch.Size": tuple,
+        "torch.serialization._get_layout": lambda layout: layout,
+        "collections.OrderedDict": OrderedDict,
+        "builtins.set": set,
+        "builtins.getattr": lambda record, member: record(member),  # an enum's member, by Python 3.11
+    }
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,9 @@ def _find_class(unpickler: Any, module: str, name: str) -> Any:
     full = f"{module}.{name}"
     if full in _RECORDS:
         return unpickler.records.setdefault(full, type(name, (_Record,), {"name": name}))
-    if full not in _REPLACED:
+    if full not in unpickler.replaced:
         _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
-    return _REPLACED[full]
+    return unpickler.replaced[full]
 
 
 class _Unpickler(pickle._Unpickler):
@@ -196,7 +198,7 @@ class _FastUnpickler(pickle.Unpickler):
 def _loaded(body: bytes, is_whole: bool) -> _Record:
     file = io.BytesIO(body)
     unpickler: Any = (_FastUnpickler if is_whole else _Unpickler)(file)
-    unpickler.records = {}  # the classes of this load
+    unpickler.records, unpickler.replaced = {}, _replaced()  # of this load
     try:
         pickled = unpickler.load()
     except CheckpointError:

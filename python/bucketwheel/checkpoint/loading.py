@@ -192,7 +192,8 @@ class _Checkpoint:
         found: dict[Any, Any] = {}
         for name in self._entries:
             if name.startswith(prefix):
-                _, _, *parents, last = paths[name]
+                path = paths.get(name, ())  # of one name: the user has made a flat dict
+                *parents, last = path[2:] or map(_number_or_name, name.removeprefix(prefix).split("."))
                 at = found
                 for parent in parents:
                     at = at.setdefault(parent, {})
@@ -354,6 +355,10 @@ def _name_in(there: Collection[str], names: Sequence[str]) -> str:
             if plain in there:
                 return plain
     return ""
+
+
+def _number_or_name(part: str) -> int | str:
+    return int(part) if part.isdigit() else part
 
 
 def _with_lists(found: Any) -> Any:

@@ -220,8 +220,9 @@ class Reader(StorageReader):
             return
         row = torch.Size(sizes[1:]).numel()
         first = begin + offsets[0] * row
-        has_whole_rows = target.shape[1:] == sizes[1:]
-        if has_whole_rows and target.is_cpu and target.is_contiguous() and target.dtype == dtype:
+        has_whole_rows = target.shape[1:] == sizes[1:] and target.is_contiguous()
+        has_bits = target.dtype == dtype and not (target.is_conj() or target.is_neg())
+        if has_whole_rows and has_bits and target.is_cpu:
             self._read_box(index, first * dtype.itemsize, buffer_of(target))
             torch.autograd.graph.increment_version(target)  # torch does not see this write
             return
@@ -333,5 +334,5 @@ class Reader(StorageReader):
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
                 raise CheckpointError(f"{at} is not a {dtype} of {tuple(sizes)}")
-            self._whole = index, tensor.contiguous()
+            self._whole = index, tensor.resolve_conj().resolve_neg().contiguous()
         return self._whole[1]

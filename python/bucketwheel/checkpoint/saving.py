@@ -543,7 +543,7 @@ class _OfOther(CheckpointError):
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
         found = stat_of(path)
-    except OSError:
+    except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
 

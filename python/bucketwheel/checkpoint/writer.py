@@ -303,13 +303,21 @@ def publish(
         temporary.write_bytes(packed(metadata))
         flush(temporary)
         temporary.replace(folder / METADATA)
-    except BaseException:  # ranks look there for why
-        (folder / data).rename(saving)
+    except BaseException:
+        if not _names(folder / METADATA, data):  # else it has been committed, whatever an interrupted rename says
+            (folder / data).rename(saving)  # ranks look there for why
         raise
     flush(folder)
     for path in folder.iterdir():
         if _DATA.fullmatch(path.name) and path.name != data:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _names(metadata: Path, data: str) -> bool:
+    try:
+        return data.encode() in metadata.read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 def stat_of(path: Path) -> os.stat_result:

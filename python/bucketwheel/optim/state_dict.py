@@ -271,6 +271,8 @@ def expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, of
         raise ValueError(f"the state of {of} has no {missing[0]!r}; it has {sorted(entry)}")
     found = {name: entry[name] for name in names if entry.get(name) is not None}
     for name, value in found.items():
+        if not isinstance(value, (Tensor, StoredState)):
+            raise ValueError(f"the state {name!r} of {of} is a {type(value).__name__}, not a tensor")
         if value.shape != param.shape:
             raise ValueError(
                 f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"

@@ -235,7 +235,7 @@ def after(change: Callable[[Any], object]) -> Callable[[Any], Any]:
     return give
 
 
-def exchanged(value: torch.Tensor) -> Callable[[Any], Any]:
+def exchanged(value: Any) -> Callable[[Any], Any]:
     return after(lambda saved: saved["state"][3].update(exp_avg=value))
 
 
@@ -244,6 +244,7 @@ def exchanged(value: torch.Tensor) -> Callable[[Any], Any]:
     [
         (after(lambda saved: saved["state"][8].pop("exp_avg_sq")), "has no 'exp_avg_sq'"),
         (exchanged(torch.zeros(33, 64)), r"'exp_avg' of .* has shape \(33, 64\), the parameter \(64, 33\)"),
+        (exchanged(1.5), "'exp_avg' of .* is a float, not a tensor"),
         (exchanged(torch.zeros(64, 33).as_subclass(Shard)), "is a Shard, and load_full_state_dict takes whole tensors"),
         (after(lambda saved: [group.update(amsgrad=True) for group in saved["param_groups"]]), "amsgrad=True"),
         (after(lambda saved: saved["param_groups"].pop()), "different number of parameter groups"),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from bucketwheel import CheckpointError, checkpoint
@@ -346,8 +347,8 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
 # ---- what a loop may have done before
 
 
-@pytest.mark.parametrize("by_stock", [False, True])
-def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(by_stock: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ours", "stock", "stock, a flat dict"])
+def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(how: str, tmp_path: Path) -> None:
     def job(rate: float) -> tuple[nn.Module, Any]:
         model = nn.Sequential(Counting(3, 2), nn.ReLU(), Counting(2, 2))
         return model, jobs.ShardedAdamW(model.parameters(), lr=torch.tensor(rate), process_group=None)
@@ -356,10 +357,11 @@ def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(by_stock:
     schedule = opt.param_groups[0]["schedule"] = {"warmup": 10, "of": [torch.ones(2), 3]}
     model[0].state = {"calls": 7, "history": [torch.arange(3), {"scale": 0.5}], "shape": (1, 2)}
     model[2].state = torch.arange(4)
-    if by_stock:
-        dcp.save({"model": model.state_dict(), "optim": opt.state_dict()}, checkpoint_id=tmp_path)
-    else:
+    saved = {"model": model.state_dict(), "optim": opt.state_dict()}
+    if how == "ours":
         checkpoint.save(tmp_path, model, opt)
+    else:
+        dcp.save(flatten_state_dict(saved)[0] if "flat" in how else saved, checkpoint_id=tmp_path)
     other, other_opt = job(0.5)
     other[2].state = torch.zeros(0)
     checkpoint.load(tmp_path, other, other_opt)

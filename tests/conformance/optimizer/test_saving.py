@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint import saving
+from bucketwheel.checkpoint.format import METADATA
 from bucketwheel.checkpoint.staging import Staging
 from bucketwheel.checkpoint.writer import DataFile
 from bucketwheel.testing import assert_bitwise_equal
@@ -388,6 +390,13 @@ def test_saves_over_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Path, "stat", lambda path, **options: said.setdefault(path, stat(path, **options)))
     run_local(2, train, timeout_s=LIMIT_S)
+
+
+def test_what_cannot_be_looked_at_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert saving._stamp(tmp_path / METADATA) is None
+    monkeypatch.setattr(saving, "stat_of", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(OSError, match="Too many"):
+        saving._stamp(tmp_path / METADATA)
 
 
 def test_a_rank_that_has_nothing_to_write(rank_pool: Any, tmp_path: Path) -> None:
