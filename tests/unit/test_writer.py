@@ -383,6 +383,26 @@ def test_a_file_of_somebody_else_stops_the_commit(tmp_path: Path) -> None:
     assert not (tmp_path / METADATA).exists()
 
 
+def test_a_file_that_its_rank_takes_away_stops_the_commit(tmp_path: Path) -> None:
+    """As long as `.saving` has that name; its sync may take long."""
+    sync, state = writer.sync_path, {"x": values(50)}
+
+    def slowly(path: Path) -> None:
+        if path.name == ".saving":
+            next(path.iterdir()).unlink()
+        sync(path)
+
+    save(tmp_path, state)
+    with (
+        mock.patch.object(writer, "sync_path", slowly),
+        pytest.raises(CheckpointException, match="has files of {} bytes"),
+    ):
+        save(tmp_path, {"x": values(60)})
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert_equal(found, state)
+
+
 def test_plans_that_the_planner_caches(tmp_path: Path) -> None:
     """The second save uses the first one's plan, with what the first save put into it."""
     for seed in (0, 1):

@@ -184,16 +184,24 @@ class _Checkpoint:
 
     def _extra_state(self, key: str) -> Any:
         """Of a module: an object, or a dict or a list."""
-        return self._value(key) if key in self._entries else self._nested(f"{key}.")
+        if key in self._entries:
+            return self._value(key)
+        found = self._nested(f"{key}.")
+        if found is None:
+            raise ValueError(f"{self._folder} has entries of {key!r}, and does not say how they belong together")
+        return found
 
     def _nested(self, prefix: str) -> Any:
-        """What stock has saved as an entry for each leaf: a dict or a list that lies two levels deep."""
+        """What stock has saved as an entry for each leaf: a dict or a list. None if it does not say which: its user has."""
         paths = self.reader.description.metadata.planner_data or {}
         found: dict[Any, Any] = {}
         for name in self._entries:
             if name.startswith(prefix):
-                path = paths.get(name, ())  # of one name: the user has made a flat dict
-                *parents, last = path[2:] or map(_number_or_name, name.removeprefix(prefix).split("."))
+                path = paths.get(name, ())
+                depths = [n for n in range(1, len(path)) if ".".join(map(str, path[:n])) + "." == prefix]
+                if not depths:
+                    return None
+                *parents, last = path[depths[0] :]
                 at = found
                 for parent in parents:
                     at = at.setdefault(parent, {})
@@ -256,12 +264,15 @@ class _Checkpoint:
             raise ValueError(f"{self._folder} holds no optimizer: it has no 'optim.param_groups'")
         groups: list[dict[str, Any]] = []
         table: dict[str, dict[str, Any]] = {}
-        if f"{prefix}0.params" in keys:
-            groups = self._nested(prefix)
-        else:
+        nested = self._nested(prefix) if f"{prefix}0.params" in keys else None
+        if nested is None:
             for key in keys:
                 which, _, name = key.removeprefix(prefix).rpartition(".")
                 table.setdefault(which, {})[name] = self._value(key)
+            if all(which.isdigit() for which in table):
+                nested, table = table, {}
+        if nested is not None:
+            groups = nested if isinstance(nested, list) else [nested[which] for which in sorted(nested, key=int)]
         by_name = {name for group in groups for name in group["params"] if isinstance(name, str)} or set(table)
         if not by_name:
             return groups
@@ -355,10 +366,6 @@ def _name_in(there: Collection[str], names: Sequence[str]) -> str:
             if plain in there:
                 return plain
     return ""
-
-
-def _number_or_name(part: str) -> int | str:
-    return int(part) if part.isdigit() else part
 
 
 def _with_lists(found: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ class MappedFile:
 
     def __init__(self, path: str | os.PathLike[str], skeleton: Any) -> None:
         self._path = Path(path)
-        self._temporary = self._path.with_name(f".{self._path.name}.tmp")
-        self.remove()  # left by a process that was killed
+        self._temporary = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}.tmp")
+        for left in self._path.parent.glob(f".{glob.escape(self._path.name)}.*.tmp"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         try:
             with torch.serialization.skip_data():
                 torch.save(skeleton, self._temporary)

@@ -73,10 +73,13 @@ class Reader(StorageReader):
         """Read everything and compare checksums; returns the bytes compared. Local. `CheckpointError` for the first that
         differs."""
         compared = 0
-        for index, stored in self.description.items.items():
-            if stored.sums is not None:
-                compared += stored.length
-                self._check_item(index, stored, 0, stored.sums.nbytes)
+        try:
+            for index, stored in self.description.items.items():
+                if stored.sums is not None:
+                    compared += stored.length
+                    self._check_item(index, stored, 0, stored.sums.nbytes)
+        finally:
+            self.close()
         return compared
 
     def read_object(self, fqn: str) -> Any:

@@ -272,11 +272,6 @@ def publish(
         stored = result.storage_data
         ends[stored.path] = max(ends.get(stored.path, 0), stored.offset + stored.length)
     saving = folder / SAVING
-    found = {path.name: stat_of(path).st_size for path in saving.iterdir()}
-    if found != ends:
-        raise CheckpointError(
-            f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
-        )
     save_id = uuid.uuid4().hex[:12]
     data = f"data-{save_id}"
     by_index = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -299,6 +294,12 @@ def publish(
     saving.rename(folder / data)
     temporary = folder / f"{METADATA}.tmp"
     try:
+        # Here: a rank that fails takes its file away until the folder has another name.
+        found = {path.name: stat_of(path).st_size for path in (folder / data).iterdir()}
+        if found != ends:
+            raise CheckpointError(
+                f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
+            )
         flush(folder)
         temporary.write_bytes(packed(metadata))
         flush(temporary)

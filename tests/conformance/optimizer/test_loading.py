@@ -347,7 +347,7 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
 # ---- what a loop may have done before
 
 
-@pytest.mark.parametrize("how", ["ours", "stock", "stock, a flat dict"])
+@pytest.mark.parametrize("how", ["ours", "stock", "stock, flat outside"])
 def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(how: str, tmp_path: Path) -> None:
     def job(rate: float) -> tuple[nn.Module, Any]:
         model = nn.Sequential(Counting(3, 2), nn.ReLU(), Counting(2, 2))
@@ -361,13 +361,26 @@ def test_extra_state_of_modules_and_groups_that_hold_more_than_numbers(how: str,
     if how == "ours":
         checkpoint.save(tmp_path, model, opt)
     else:
-        dcp.save(flatten_state_dict(saved)[0] if "flat" in how else saved, checkpoint_id=tmp_path)
+        outside = {f"{part}.{key}": value for part, of in saved.items() for key, value in of.items()}
+        dcp.save(outside if "flat" in how else saved, checkpoint_id=tmp_path)
     other, other_opt = job(0.5)
     other[2].state = torch.zeros(0)
     checkpoint.load(tmp_path, other, other_opt)
     assert_bitwise_equal([other[0].state, other[2].state], [model[0].state, model[2].state])
     assert_bitwise_equal(other_opt.param_groups[0]["lr"], torch.tensor(0.25))
     assert_bitwise_equal(other_opt.param_groups[0]["schedule"], schedule)
+
+
+def test_a_flat_dict_of_a_torch_optimizer(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    twin.step()
+    dcp.save(flatten_state_dict({"model": model.state_dict(), "optim": twin.state_dict()})[0], checkpoint_id=tmp_path)
+    opt = jobs.ShardedAdamW(other.parameters(), process_group=None)
+    checkpoint.load(tmp_path, other, opt)
+    assert_bitwise_equal([opt.full_state(p) for p in other.parameters()], [dict(s) for s in twin.state.values()])
+    assert opt.param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize("world", [None, 2])
