@@ -5,8 +5,8 @@
 The parameters of Llama 2 7B (291, 6.74 billion elements, bfloat16), buckets of 32 MiB, as by default on GPUs. For the first, a
 middle and the last rank of each world: `plan`, the packing, its digest and the rank's buckets (`pack`, `plan_buckets`),
 pure Python; `tables`, what the engine makes of it: gradient buckets with their accumulators, rows of the Adam kernel, views of
-the states, the forward order; `state`, the rank's parameters, gradient sums, moments and masters, zeroed (18 bytes an element; up to
-1 GiB). No parameter has memory: rows point into a buffer of the rank's share, which nothing reads. Bookkeeping is what is
+the states, the forward order; `state`, the rank's parameters, gradient sums, moments and masters, zeroed (18 bytes an element;
+up to 1 GiB). No parameter has memory: rows point into a buffer of the rank's share, which nothing reads. Bookkeeping is what is
 kept of plan and tables: bytes of Python objects (tracemalloc) and of native ones (malloc), counted apart from the states.
 
 Fails if plan, tables and state take more than 2 s on a rank at the largest world, or if a rank's bookkeeping is more than 1.5
