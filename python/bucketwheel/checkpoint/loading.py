@@ -262,17 +262,15 @@ class _Checkpoint:
         keys = [key for key in self._entries if key.startswith(prefix)]
         if not keys:
             raise ValueError(f"{self._folder} holds no optimizer: it has no 'optim.param_groups'")
-        groups: list[dict[str, Any]] = []
-        table: dict[str, dict[str, Any]] = {}
-        nested = self._nested(prefix) if f"{prefix}0.params" in keys else None
-        if nested is None:
+        found: Any = self._nested(prefix) if f"{prefix}0.params" in keys else None
+        if found is None:
+            found = {}
             for key in keys:
                 which, _, name = key.removeprefix(prefix).rpartition(".")
-                table.setdefault(which, {})[name] = self._value(key)
-            if all(which.isdigit() for which in table):
-                nested, table = table, {}
-        if nested is not None:
-            groups = nested if isinstance(nested, list) else [nested[which] for which in sorted(nested, key=int)]
+                found.setdefault(which, {})[name] = self._value(key)
+        if isinstance(found, dict) and all(str(which).isdigit() for which in found):
+            found = [found[which] for which in sorted(found, key=int)]
+        groups, table = (found, {}) if isinstance(found, list) else ([], found)
         by_name = {name for group in groups for name in group["params"] if isinstance(name, str)} or set(table)
         if not by_name:
             return groups
