@@ -2,7 +2,8 @@
 //
 //     pool_leases SAMPLES LEASES
 //
-// A sample is the mean over LEASES leases of 1 MiB, each released before the next one is acquired. The cases take turns.
+// A sample is the mean over LEASES leases of 1 MiB, each released before the next one is acquired, of 250 keys in turn. The
+// cases take turns.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +20,7 @@ namespace {
 
 constexpr size_t kLeaseBytes = size_t{1} << 20;
 constexpr int kStanding = 1000;
+constexpr int kKeys = 250;
 
 struct Case {
   const char* name;
@@ -42,9 +44,9 @@ int main(int count, char** words) {
     return 2;
   }
   const int samples = std::atoi(words[1]);
-  std::vector<std::string> keys;
+  std::vector<std::string> keys;  // of a step, again and again
   for (int i = 0; i < std::atoi(words[2]); ++i) {
-    keys.push_back("grads/" + std::to_string(i));
+    keys.push_back("grads/" + std::to_string(i % kKeys));
   }
   const PoolRef pool = Pool::make(cpu_device(), make_host_upstream());
   const PoolRef crowded = Pool::make(cpu_device(), make_host_upstream());
@@ -54,6 +56,22 @@ int main(int count, char** words) {
     (i % 2 == 0 ? standing : passing).push_back(crowded->acquire("", size_t(4096) * static_cast<size_t>(1 + i % 7)));
   }
   passing.clear();
+  // All keys have one place, and are acquired one after the other, step after step.
+  const auto with_plan = [&](bool is_strict) {
+    PoolPlan plan{"step", {}, {}, kLeaseBytes, kLeaseBytes};
+    for (uint32_t i = 0; i < keys.size(); ++i) {
+      if (i < kKeys) {
+        plan.keys.push_back({keys[i], 0, kLeaseBytes, false});
+      }
+      plan.order.push_back(i % kKeys);
+    }
+    PoolRef planned = Pool::make(cpu_device(), make_host_upstream());
+    planned->adopt({plan}, is_strict);
+    return planned;
+  };
+  const PoolRef planned = with_plan(false);
+  const PoolRef strict = with_plan(true);
+  const PoolRef traced = Pool::make(cpu_device(), make_host_upstream());
   const StreamRef stream = cpu_device().new_stream("bench");
   const EventRef done = stream->record();
   done->synchronize();
@@ -61,11 +79,17 @@ int main(int count, char** words) {
       {"alone", [&](const std::string& key) { pool->acquire(key, kLeaseBytes)->release(); }},
       {"live", [&](const std::string& key) { crowded->acquire(key, kLeaseBytes)->release(); }},
       {"fenced", [&](const std::string& key) { pool->acquire(key, kLeaseBytes, stream)->release(done); }},
+      {"planned", [&](const std::string& key) { planned->acquire(key, kLeaseBytes)->release(); }},
+      {"strict", [&](const std::string& key) { strict->acquire(key, kLeaseBytes)->release(); }},
+      {"traced", [&](const std::string& key) { traced->acquire(key, kLeaseBytes)->release(); }},
   };
   for (int sample = -1; sample < samples; ++sample) {  // the first one warms up
     for (size_t i = 0; i < cases.size(); ++i) {
       const Case& one = cases[(i + static_cast<size_t>(sample + 1)) % cases.size()];
+      traced->begin_trace();
       const double seconds = seconds_of(one, keys);
+      (void)traced->end_trace();
+      strict->end_step();
       if (sample >= 0) {
         std::printf("%s %.12g\n", one.name, seconds);
       }

@@ -1,4 +1,5 @@
-"""Do the tests notice a broken kernel? Breaks one place at a time in a copy of the tree, and runs tests on it.
+"""Do the tests notice a broken kernel, or a wait that is gone? Breaks one place at a time in a copy of the tree, and runs
+tests on it.
 
     python tests/mutate_kernels.py [NAME ...]
 
@@ -26,7 +27,10 @@ def emulated(name: str) -> list[str]:
     return [f"tests/native/test_native.py::test_native[test_{name}_cuda-address]"]
 
 
-# Of each file in csrc/kernels/, the tests that must fail, and of each mutant its name, the text and the replacement.
+RACES = ["tests/native/test_native.py::test_native[test_races-plain]"]
+
+
+# Of each file in csrc/, the tests that must fail, and of each mutant its name, the text and the replacement.
 MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
     ("adam_math.h", unit("adam", "adam_table", "adam_matrix"), [
         ("no bias correction of m", "-(group.lr / bias_correction1)", "-(group.lr)"),
@@ -153,6 +157,44 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
         ("casts look at one side's alignment", "is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) &&", "true &&"),
         ("the divisor is ignored", "launch.divisor != 1.0", "false"),
     ]),
+    ("pool.cpp", RACES, [
+        ("an acquire's stream does not wait", "      stream->wait(event);\n", ""),
+        ("an acquire without a stream does not wait", "    } else {\n      event->synchronize();\n", "    } else {\n"),
+        ("a fence is dropped before it is done", "if (fence.event->query()) {\n        dropped", "if (true) {\n        dropped"),
+        ("one fence of a block is waited for", "if (events.empty() || events.back() != fence.event)", "if (events.empty())"),
+        ("poison is not behind the fences", "impl_->is_on_host() && events.empty() ? nullptr : stream.get();", "events.empty() ? stream.get() : nullptr;"),
+        ("poison has no fence", "      state.inherited.assign(1, {state.offset_bytes, state.offset_bytes + state.block_bytes, behind->record()});\n", ""),
+        ("memory sleeps before its last use", "a host wait: memory in use cannot go\n      event->synchronize();", "\n      (void)event;"),
+        ("memory is trimmed before its last use", "        fence.event->synchronize();\n", "        (void)fence;\n"),
+    ]),
+    ("lease.cpp", RACES, [
+        ("a release forgets its event", "    fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});\n", ""),
+        ("the fence of half a block", "fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});", "fences.push_back({offset_bytes, offset_bytes + block_bytes / 2, std::move(after)});"),
+        ("inherited fences are lost at a release without an event", "    fences = std::move(inherited);", "    inherited.clear();"),
+        ("a dropped lease has no fence", "end_of_use(pool->is_on_host() ? nullptr : home)", "nullptr"),
+        ("poison is written before the last use", "pool->options.poison && !has_fences", "pool->options.poison && (!has_fences || is_pending)"),
+        ("a place forgets its event", "arena->give(*place, fences.empty() ? nullptr : fences.front().event, &before)", "arena->give(*place, nullptr, &before)"),
+    ]),
+    ("planned.cpp", RACES, [
+        ("an arena goes before its last use", "    PoolImpl::leak_unless_done(slab, events, {});", ""),
+    ]),
+    ("arena.cpp", RACES, [
+        ("the event of a place's first cell stands for all", "    if (event == nullptr || std::ranges::find", "    if (event == nullptr || i != place.first_cell || std::ranges::find"),
+        ("an event counts as done before it is", "    if (event->query()) {\n      done", "    if (event != nullptr) {\n      done"),
+        ("events go at a release without one", "    if (event != nullptr) {\n      if (cell.event", "    if (true) {\n      if (cell.event"),
+        ("the last cell keeps its event", "      cell.event = event;\n", "      cell.event = i + 1 == place.end_cell && i != place.first_cell ? nullptr : event;\n"),
+    ]),
+    ("free_list.cpp", RACES, [
+        ("fences that are not done are forgotten", "return fence.event->query(); });", "return fence.end > 0; });"),
+        ("a split loses the upper fences", "      rest->fences = split_fences(block->fences, rest->offset_bytes);", "      split_fences(block->fences, rest->offset_bytes);"),
+        ("a fence across a split stays below", "      upper.push_back({offset, last.end, last.event});\n", ""),
+        ("and is lost below", "      last.end = offset;\n", "      last.end = offset; fences.pop_back();\n"),
+        ("the fences of a joined block are lost", "    block->fences.insert(block->fences.end(), std::make_move_iterator(next->fences.begin()),\n                         std::make_move_iterator(next->fences.end()));\n", ""),
+        ("and where the first has none", "    block->fences.swap(next->fences);\n", ""),
+    ]),
+    ("local_cuda.cpp", RACES, [
+        ("an operation is not behind its callers", "    stream_->wait(one->ready);\n", ""),
+    ]),
 ]  # fmt: skip
 
 
@@ -172,9 +214,10 @@ def main() -> int:
             chosen = [mutant for mutant in mutants if not sys.argv[1:] or mutant[0] in sys.argv[1:]]
             if chosen and is_caught(tree, tests):
                 sys.exit(f"the tests fail without a mutant: {' '.join(tests)}")
-            file = tree / "csrc" / "kernels" / path
+            (file,) = (tree / "csrc").rglob(path)
             source = file.read_text()
             for name, text, replacement in chosen:
+                assert text in source, (path, name)
                 file.write_text(source.replace(text, replacement))
                 fate = "caught" if is_caught(tree, tests) else "SURVIVES"
                 file.write_text(source)

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "native": {"_version", "errors"},
     "torch_internals": set(),
     "device": BELOW,
-    "pool": BELOW | {"device"},
+    "pool": BELOW | {"torch_internals", "device"},
     "comm": BELOW | {"torch_internals", "device", "pool"},
     "kernels": COMM,
     "tools": COMM | {"checkpoint"},
@@ -56,7 +56,7 @@ MAY_IMPORT = {
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
 PURE = {"_version", "errors", "layout.packing", "layout.row_cuts", "checkpoint.boxes", "gathers.forward_order"}
-PURE |= {"tools.flight"}
+PURE |= {"tools.flight", "pool.trace", "pool.foreign_traces"}
 PURE |= {f"native.{path.stem}" for path in (PACKAGE / "native").glob("*.py")}
 
 MAX_LINES = 700

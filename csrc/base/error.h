@@ -82,6 +82,18 @@ struct LeaseLeak : PoolError {
 struct KeyBusy : PoolError {
   using PoolError::PoolError;
 };
+struct PoolBusy : PoolError {
+  using PoolError::PoolError;
+};
+struct UnknownKey : PoolError {
+  using PoolError::PoolError;
+};
+struct SizeExceedsPlan : PoolError {
+  using PoolError::PoolError;
+};
+struct PlanDiverged : PoolError {
+  using PoolError::PoolError;
+};
 
 }  // namespace bucketwheel
 

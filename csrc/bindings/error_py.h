@@ -70,6 +70,14 @@ inline void translate_error(std::exception_ptr pointer) {
     set_error("LeaseLeak", error);
   } catch (const KeyBusy& error) {
     set_error("KeyBusy", error);
+  } catch (const PoolBusy& error) {
+    set_error("PoolBusy", error);
+  } catch (const UnknownKey& error) {
+    set_error("UnknownKey", error);
+  } catch (const SizeExceedsPlan& error) {
+    set_error("SizeExceedsPlan", error);
+  } catch (const PlanDiverged& error) {
+    set_error("PlanDiverged", error);
   } catch (const PoolError& error) {
     set_error("PoolError", error);
   } catch (const CaptureError& error) {

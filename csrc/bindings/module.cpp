@@ -13,6 +13,7 @@
 #include "bindings/norm_py.h"
 #include "bindings/pack_py.h"
 #include "bindings/peers_py.h"
+#include "bindings/placement_py.h"
 #include "bindings/pool_py.h"
 #include "bindings/schedule_py.h"
 
@@ -34,5 +35,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_bucket(m);
   bucketwheel::bind_schedule(m);
+  bucketwheel::bind_placement(m);
   bucketwheel::bind_arrivals(m);
 }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -62,10 +63,10 @@ class TorchUpstream final : public Upstream {
 
 // `device`: the index of a CUDA device, or -1. `allocate`: a python function, for 'torch'.
 inline UpstreamRef upstream_named(const std::string& name, int device, const py::object& allocate) {
-  BW_EXPECTS((device >= 0) == (name == "cuda" || name == "torch"),
+  BW_EXPECTS((device >= 0) == (name == "cuda" || name == "vmm" || name == "torch"),
              "upstream '" + name + "' does not give memory of " +
                  (device < 0 ? "the cpu" : "cuda:" + std::to_string(device)) +
-                 ": 'host' and 'shm' are for the cpu, 'torch' and 'cuda' for cuda devices");
+                 ": 'host' and 'shm' are for the cpu, 'torch', 'cuda' and 'vmm' for cuda devices");
   if (name == "host") {
     return make_host_upstream();
   }
@@ -75,13 +76,34 @@ inline UpstreamRef upstream_named(const std::string& name, int device, const py:
   if (name == "torch") {
     return std::make_shared<TorchUpstream>(allocate.cast<py::function>());
   }
-  return make_cuda_upstream(device);
+  return name == "vmm" ? make_vmm_upstream(device) : make_cuda_upstream(device);
+}
+
+inline py::tuple place_of(const Lease& lease) { return py::make_tuple(lease.slab()->id, lease.offset_bytes()); }
+
+inline std::string text_of_lease(py::handle self) {
+  const auto& lease = py::cast<const Lease&>(self);
+  return "Lease(" + std::string(py::repr(py::str(lease.key()))) + ", nbytes=" + std::to_string(lease.size_bytes()) +
+         ", slab=" + std::to_string(lease.slab()->id) + ", offset_bytes=" + std::to_string(lease.offset_bytes()) +
+         ", " + (lease.is_live() ? "live)" : "released)");
+}
+
+// What bucketwheel.pool.pool makes of an argument: native streams and events of torch's, numbers of a shape.
+inline py::object understood(const char* function, py::handle argument) {
+  return py::module_::import("bucketwheel.pool.pool").attr(function)(argument);
+}
+
+inline StreamRef stream_given(py::handle stream) {
+  return optional_argument<Stream>(understood("native_stream", stream), "stream", "a Stream");
 }
 
 // A tensor over the lease's bytes from `offset_bytes` on. It owns the lease, so a lease whose object was dropped
 // lives as long as its tensors do.
-inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_name, std::vector<int64_t> shape,
-                               size_t offset_bytes) {
+inline py::object lease_tensor(const LeaseRef& lease, py::handle torch_dtype, py::handle given_shape,
+                               py::handle given_offset) {
+  const auto dtype_name = understood("_dtype_name", torch_dtype).cast<std::string>();
+  auto shape = understood("_extents", given_shape).cast<std::vector<int64_t>>();
+  const auto offset_bytes = understood("_offset", given_offset).cast<size_t>();
   const DType dtype = dtype_named(dtype_name);
   std::byte* data = lease->data() + offset_bytes;
   size_t size_bytes = size_of(dtype);
@@ -100,19 +122,69 @@ inline py::object lease_tensor(const LeaseRef& lease, const std::string& dtype_n
   return dlpack::make_tensor(data, dtype, std::move(shape), lease->device(), lease);
 }
 
+inline LeaseRef acquire_lease(Pool& pool, std::string key, int64_t nbytes, py::handle stream, std::string where) {
+  BW_EXPECTS(nbytes >= 0, "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
+  StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
+  if (waiting == nullptr) {
+    waiting = current_stream(pool.device().id());
+  }
+  const py::gil_scoped_release unlocked;
+  return pool.acquire(std::move(key), static_cast<size_t>(nbytes), waiting, std::move(where));
+}
+
 inline void release_lease(Lease& self, py::handle after) {
-  EventRef event = optional_argument<Event>(after, "after", "an Event");
+  EventRef event = after.is_none() ? nullptr : understood("_event_of", after).cast<EventRef>();
   const StreamRef caller = event == nullptr ? current_stream(self.device()) : nullptr;
   py::gil_scoped_release unlocked;
-  if (caller != nullptr && self.is_live()) {
-    if (is_capturing(*caller)) {
+  if (event == nullptr && self.is_live()) {
+    if (caller != nullptr && is_capturing(*caller)) {
       throw CaptureError("release of lease '" + self.key() +
                          "' while a CUDA graph is captured in the current stream: replays would use its bytes; "
                          "release it after the capture, when the graph is not replayed any more");
     }
-    event = caller->record();  // CUDA: what the caller has enqueued may not have run yet
+    event = self.end_of_use(caller);  // CUDA: what the caller has enqueued may not have run yet
   }
   self.release(std::move(event));
+}
+
+// By plan: name, (key, offset, size, whether it outlives a step) by key, the order of the acquires, total, load.
+using GivenKey = std::tuple<std::string, size_t, size_t, bool>;
+using GivenPlan = std::tuple<std::string, std::vector<GivenKey>, std::vector<uint32_t>, size_t, size_t>;
+
+inline void adopt_plans(Pool& self, const std::vector<GivenPlan>& given, bool is_strict) {
+  std::vector<PoolPlan> plans;
+  for (const auto& [name, keys, order, total_bytes, load_bytes] : given) {
+    PoolPlan plan{name, {}, order, total_bytes, load_bytes};
+    for (const auto& [key, offset_bytes, size_bytes, outlives_step] : keys) {
+      plan.keys.push_back({key, offset_bytes, size_bytes, outlives_step});
+    }
+    plans.push_back(std::move(plan));
+  }
+  const py::gil_scoped_release unlocked;
+  self.adopt(std::move(plans), is_strict);
+}
+
+// Tuples: kind, the number of the lease, key, nbytes, the address of the stream or 0, where, whether a release has an
+// event.
+inline py::list end_trace(Pool& self) {
+  constexpr const char* kKinds[] = {"live", "acquire", "use", "release"};
+  const PoolTrace trace = self.end_trace();
+  py::list records;
+  for (const PoolTrace::Event& event : trace.events) {
+    const PoolTrace::TracedLease& lease = trace.leases[event.lease];
+    records.append(py::make_tuple(kKinds[static_cast<int>(event.kind)], event.lease, lease.key, lease.size_bytes,
+                                  reinterpret_cast<uintptr_t>(event.stream), lease.where, event.has_event));
+  }
+  return records;
+}
+
+inline py::list snapshot(const Pool& self) {
+  py::list ranges;
+  for (const PoolRange& one : self.snapshot()) {
+    ranges.append(py::make_tuple(reinterpret_cast<uintptr_t>(one.data), one.slab_id, one.offset_bytes, one.size_bytes,
+                                 one.key, one.state, one.regime));
+  }
+  return ranges;
 }
 
 inline void bind_pool(py::module_& m) {
@@ -127,17 +199,44 @@ inline void bind_pool(py::module_& m) {
       .def_readonly("acquires", &PoolStats::acquires)
       .def_readonly("reuses", &PoolStats::reuses)
       .def_readonly("waits", &PoolStats::waits)
-      .def_readonly("dropped_leases", &PoolStats::dropped_leases);
+      .def_readonly("dropped_leases", &PoolStats::dropped_leases)
+      .def_readonly("allocations", &PoolStats::allocations)
+      .def_readonly("host_waits", &PoolStats::host_waits)
+      .def_readonly("planned_bytes", &PoolStats::planned_bytes)
+      .def_readonly("planned_live_bytes", &PoolStats::planned_live_bytes)
+      .def_readonly("planned_high_water_bytes", &PoolStats::planned_high_water_bytes)
+      .def_readonly("planned_acquires", &PoolStats::planned_acquires)
+      .def_readonly("divergences", &PoolStats::divergences)
+      .def_readonly("side_live_bytes", &PoolStats::side_live_bytes)
+      .def_readonly("side_high_water_bytes", &PoolStats::side_high_water_bytes)
+      .def_readonly("steps", &PoolStats::steps)
+      .def_readonly("sleeping_bytes", &PoolStats::sleeping_bytes)
+      .def_readonly("load_bytes", &PoolStats::load_bytes);
 
+  // bucketwheel.pool.Lease documents it. Nothing wraps it: the quickest acquires are of one object and one call.
   py::class_<Lease, LeaseRef>(m, "Lease")
       .def_property_readonly("key", &Lease::key)
       .def_property_readonly("nbytes", &Lease::size_bytes)
       .def_property_readonly("is_live", &Lease::is_live)
       .def_property_readonly("data_ptr", [](const Lease& self) { return reinterpret_cast<uintptr_t>(self.data()); })
-      .def_property_readonly("slab_id", [](const Lease& self) { return self.slab()->id; })
-      .def_property_readonly("offset_bytes", &Lease::offset_bytes)
-      .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::arg("offset_bytes") = 0)
+      .def_property_readonly("place", &place_of)
+      .def("tensor", &lease_tensor, py::arg("dtype"), py::arg("shape"), py::kw_only(), py::arg("offset_bytes") = 0)
+      .def("lend",
+           [](const Lease& self) {
+             const auto size_bytes = static_cast<int64_t>(self.size_bytes());
+             return dlpack::make_tensor(self.data(), DType::kUInt8, {size_bytes}, self.device(), self.slab());
+           })
+      .def(
+          "use", [](Lease& self, py::handle stream) { self.use(stream_given(stream)); }, py::arg("stream"))
       .def("release", &release_lease, py::arg("after") = py::none())
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__",
+           [](Lease& self, py::handle, py::handle, py::handle) {
+             if (self.is_live()) {
+               release_lease(self, py::none());
+             }
+           })
+      .def("__repr__", &text_of_lease)
       .def("leave_to_owners", &Lease::leave_to_owners);
 
   py::class_<Pool, PoolRef>(m, "Pool")
@@ -149,19 +248,15 @@ inline void bind_pool(py::module_& m) {
            py::arg("upstream"), py::arg("align_bytes"), py::arg("min_slab_bytes"), py::arg("poison"),
            py::arg("device") = -1, py::arg("allocate") = py::none())
       .def_property_readonly("device", [](const Pool& self) { return index_of(self.device().id()); })
-      .def(
-          "acquire",
-          [](Pool& self, std::string key, int64_t nbytes, py::handle stream) {
-            BW_EXPECTS(nbytes >= 0,
-                       "acquire of key '" + key + "': nbytes must be at least 0, got " + std::to_string(nbytes));
-            StreamRef waiting = optional_argument<Stream>(stream, "stream", "a Stream");
-            if (waiting == nullptr) {
-              waiting = current_stream(self.device().id());
-            }
-            py::gil_scoped_release unlocked;
-            return self.acquire(std::move(key), static_cast<size_t>(nbytes), waiting);
-          },
-          py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none())
+      .def("acquire", &acquire_lease, py::arg("key"), py::arg("nbytes"), py::arg("stream") = py::none(),
+           py::arg("where") = "")
+      .def("reserve", &Pool::reserve, py::arg("nbytes"), py::arg("slab_bytes"), Unlocked())
+      .def("adopt", &adopt_plans, py::arg("plans"), py::arg("is_strict"))
+      .def_property("regime", &Pool::regime, &Pool::set_regime)
+      .def("end_step", &Pool::end_step)
+      .def("begin_trace", &Pool::begin_trace)
+      .def("end_trace", &end_trace)
+      .def("snapshot", &snapshot)
       .def(
           "holds",
           [](const Pool& self, py::handle object) {
@@ -174,7 +269,11 @@ inline void bind_pool(py::module_& m) {
       .def("stats", &Pool::stats)
       .def("check", &Pool::check, Unlocked())
       .def("expect_no_leases", &Pool::expect_no_leases)
-      .def("trim", &Pool::trim, Unlocked());
+      .def("trim", &Pool::trim, Unlocked())
+      .def("sleep", &Pool::sleep, Unlocked())
+      .def("wake", &Pool::wake, Unlocked())
+      .def_property_readonly("align_bytes", &Pool::align_bytes)
+      .def_property_readonly("is_poisoned", &Pool::is_poisoned);
 }
 
 }  // namespace bucketwheel

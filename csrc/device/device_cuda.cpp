@@ -320,13 +320,18 @@ std::string reclaim_cuda_memory(int index) {
 }
 
 void* CudaDevice::allocate(size_t size_bytes) {
-  CudaGuard guard(index_);
   void* data = nullptr;
-  int error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
+  allocate_by(CudaCall::malloc_device, size_bytes, [&] { return BW_CUDA_CALL(malloc_device, &data, size_bytes); });
+  return data;
+}
+
+void CudaDevice::allocate_by(CudaCall call, size_t size_bytes, const std::function<int()>& request) {
+  CudaGuard guard(index_);
+  int error = request();
   std::string reclaimed;
   if (error == kCudaOutOfMemory) {
     reclaimed = reclaim_cuda_memory(index_);
-    error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
+    error = request();
   }
   if (error == kCudaOutOfMemory) {
     size_t free_bytes = 0;
@@ -336,8 +341,7 @@ void* CudaDevice::allocate(size_t size_bytes) {
                       std::to_string(free_bytes) + " of " + std::to_string(total_bytes) + " bytes are free); " +
                       reclaimed);
   }
-  expect_success(CudaCall::malloc_device, error);
-  return data;
+  expect_success(call, error);
 }
 
 void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {

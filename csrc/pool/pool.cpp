@@ -1,110 +1,39 @@
 #include "pool/pool.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
-#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "base/align.h"
 #include "base/env.h"
 #include "base/error.h"
-#include "base/fork.h"
 #include "device/device_cuda.h"
-#include "pool/free_list.h"
+#include "pool/pool_impl.h"
 
 namespace bucketwheel {
-
-// One live period. Owns the slab, so the bytes stay mapped as long as anything refers to it.
-struct Lease::State {
-  std::shared_ptr<Pool::Impl> pool;
-  std::string key;
-  size_t size_bytes = 0;
-
-  FreeList::Block* block = nullptr;  // the pool's while live
-  SlabRef slab;
-  size_t offset_bytes = 0;
-  size_t block_bytes = 0;
-  std::byte* data = nullptr;
-
-  // Fences that the acquirer's stream waits for and the host does not: [Note: reuse under fences].
-  std::vector<Fence> inherited;
-  std::atomic<bool> is_live{false};  // from the moment it has a block
-  std::atomic<bool> is_red_zone_set{false};
-  std::atomic<bool> is_left{false};  // nobody will release it
-
-  // Ends the lease. False when it had ended before. Reports a damaged red zone in `fault`.
-  bool end(EventRef after, bool is_dropped, std::string* fault);
-
-  // On CUDA: what it was acquired in, and where a drop without release() is taken to happen.
-  StreamRef home;
-
-  // Enqueues the poison in `stream`; without one the bytes are poisoned on return.
-  void fill_poison(bool with_red_zone, Stream* stream);
-  std::string find_red_zone_fault() const;
-  std::string describe() const;
-};
-
-struct Pool::Impl {
-  Impl(Device& device, UpstreamRef upstream, PoolOptions options);
-  ~Impl();  // waits a while for the fences; memory still in use after that is leaked, never unmapped
-  static std::shared_ptr<Impl> make(Device& device, UpstreamRef upstream, PoolOptions options);
-
-  void expect_same_process() const;
-  bool is_foreign() const noexcept { return process.is_foreign(); }
-  void grow(size_t block_bytes);
-  // Takes a block for `state` and returns the events that its bytes still wait for. `is_captured`: for a stream that
-  // is being captured; CaptureError, with nothing changed, where the pool would have to grow or there are such
-  // events.
-  std::vector<EventRef> take(Lease::State& state, bool is_captured);
-  std::string list_live_keys() const;  // with the lock held
-
-  struct KeyHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view key) const { return std::hash<std::string_view>()(key); }
-    size_t operator()(const Lease::State* state) const { return (*this)(state->key); }
-  };
-  struct KeyEqual {
-    using is_transparent = void;
-    static std::string_view key_of(std::string_view key) { return key; }
-    static std::string_view key_of(const Lease::State* state) { return state->key; }
-    bool operator()(const auto& a, const auto& b) const { return key_of(a) == key_of(b); }
-  };
-
-  Device& device;
-  const UpstreamRef upstream;
-  const PoolOptions options;
-  const MadeIn process;
-
-  std::mutex growth_mutex;  // held while a slab is allocated; taken before `mutex`
-  mutable std::mutex mutex;
-  FreeList blocks;
-  std::map<const std::byte*, SlabRef> slabs;  // by address
-  std::unordered_set<Lease::State*, KeyHash, KeyEqual> live_keys;
-  PoolStats stats;
-};
-
 namespace {
 
 // Larger requests are mistakes (a negative size, an overflow); no address space holds them.
 constexpr size_t kMaxLeaseBytes = size_t{1} << 46;
 constexpr size_t kMaxAlignBytes = 4096;  // slabs are page aligned
 
-bool wait_for(const std::vector<Fence>& fences, const Deadline& deadline) {
+std::vector<EventRef> events_of(const std::vector<Fence>& fences) {
+  std::vector<EventRef> events;
   for (const Fence& fence : fences) {
-    if (!fence.event->synchronize(deadline)) {
-      return false;
-    }
+    events.push_back(fence.event);
   }
-  return true;
+  return events;
 }
+
+constexpr const char* kNotDone =
+    "the last users of these bytes are not done, and a graph cannot wait for what is outside";
 
 bool has_pending(const std::vector<Fence>& fences) {
   return std::ranges::any_of(fences, [](const Fence& fence) { return !fence.event->query(); });
@@ -125,6 +54,19 @@ void leak(const SlabRef& slab, const char* why) {
 
 }  // namespace
 
+void PoolImpl::leak_unless_done(const SlabRef& slab, const std::vector<EventRef>& events, const Deadline& deadline) {
+  try {
+    for (const EventRef& event : events) {
+      if (!event->synchronize(deadline)) {
+        leak(slab, "its last uses did not complete in 5 s");
+        return;
+      }
+    }
+  } catch (const Error& error) {
+    leak(slab, error.what());
+  }
+}
+
 // [Note: reuse under fences]
 // A release gives the bytes back at once, with a *fence*: the event of their last use. The next owner of any of these
 // bytes waits for it: its stream if it names one (the host goes on), else the host. The choice of a block looks at
@@ -135,36 +77,33 @@ void leak(const SlabRef& slab, const char* why) {
 // comes behind these waits and replaces them. If it ends without one (never used, or dropped), the inherited fences
 // are kept: otherwise the next owner could write while the owner before the last still reads.
 
-Pool::Impl::Impl(Device& device, UpstreamRef upstream, PoolOptions options)
+PoolImpl::PoolImpl(Device& device, UpstreamRef upstream, PoolOptions options)
     : device(device), upstream(std::move(upstream)), options(options) {}
 
-std::shared_ptr<Pool::Impl> Pool::Impl::make(Device& device, UpstreamRef upstream, PoolOptions options) {
+std::shared_ptr<PoolImpl> PoolImpl::make(Device& device, UpstreamRef upstream, PoolOptions options) {
   // In a forked child the pool is leaked as it is: another thread may have been changing it at the fork.
-  return std::shared_ptr<Impl>(new Impl(device, std::move(upstream), options), [](Impl* impl) {
+  return std::shared_ptr<PoolImpl>(new PoolImpl(device, std::move(upstream), options), [](PoolImpl* impl) {
     if (!impl->is_foreign()) {
       delete impl;
     }
   });
 }
 
-Pool::Impl::~Impl() {
+PoolImpl::~PoolImpl() {
   // An open fence is rare here, because handles keep the leases of running operations: somebody released with an event
   // and kept neither lease nor handle.
   const Deadline deadline = deadline_in(5.0);
   for (const auto& [id, span] : blocks.spans()) {
     for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {
-      try {
-        if (!wait_for(block->fences, deadline)) {
-          leak(span.slab, "its fences did not complete in 5 s");
-        }
-      } catch (const Error& error) {
-        leak(span.slab, error.what());
-      }
+      leak_unless_done(span.slab, events_of(block->fences), deadline);
     }
+  }
+  if (arena != nullptr) {
+    leak_unless_done(arena_slab, arena->all_events(), deadline);
   }
 }
 
-void Pool::Impl::expect_same_process() const {
+void PoolImpl::expect_same_process() const {
   if (is_foreign()) {
     throw PoolError(
         "the pool belongs to the parent process and cannot be used after fork(): make a new one in the child, or start "
@@ -183,11 +122,16 @@ std::shared_ptr<Pool> Pool::make(Device& device, UpstreamRef upstream, PoolOptio
 }
 
 Pool::Pool(Device& device, UpstreamRef upstream, PoolOptions options)
-    : impl_(Impl::make(device, std::move(upstream), options)) {}
+    : impl_(PoolImpl::make(device, std::move(upstream), options)) {}
 
 Pool::~Pool() = default;
 
-void Pool::Impl::grow(size_t block_bytes) {
+size_t PoolImpl::block_bytes_of(size_t size_bytes) const {
+  // A lease of 0 bytes takes one unit too: its address is its own.
+  return round_up(std::max<size_t>(size_bytes, 1), options.align_bytes) + (options.poison ? options.align_bytes : 0);
+}
+
+void PoolImpl::grow(size_t block_bytes, size_t min_slab_bytes) {
   // One thread allocates; the others use what it brings. Outside `mutex`: the upstream may call locate().
   std::lock_guard growth(growth_mutex);
   {
@@ -196,63 +140,84 @@ void Pool::Impl::grow(size_t block_bytes) {
       return;
     }
   }
-  // Whole blocks only: every block of the pool starts at a multiple of align_bytes.
-  SlabRef slab = upstream->allocate(round_up(std::max(block_bytes, options.min_slab_bytes), options.align_bytes));
-  BW_EXPECTS(reinterpret_cast<uintptr_t>(slab->data) % options.align_bytes == 0,
-             std::string("upstream '") + upstream->name() + "' gave a slab that is not aligned to " +
-                 std::to_string(options.align_bytes) + " bytes");
+  SlabRef slab = allocate(std::max(block_bytes, min_slab_bytes));
   std::lock_guard lock(mutex);
-  slabs.emplace(slab->data, slab);
-  stats.slabs += 1;
-  stats.reserved_bytes += slab->size_bytes;
+  enter(slab);
   blocks.add(std::move(slab));
 }
 
-std::vector<EventRef> Pool::Impl::take(Lease::State& state, bool is_captured) {
+// With the lock held.
+void PoolImpl::enter(const SlabRef& slab) {
+  slabs.emplace(slab->data, slab);
+  stats.slabs += 1;
+  stats.allocations += 1;
+  stats.reserved_bytes += slab->size_bytes;
+}
+
+void PoolImpl::leave(const SlabRef& slab) {
+  slabs.erase(slab->data);
+  stats.slabs -= 1;
+  stats.reserved_bytes -= slab->size_bytes;
+}
+
+SlabRef PoolImpl::allocate(size_t size_bytes) {
+  // Whole blocks only: every block of the pool starts at a multiple of align_bytes.
+  SlabRef slab = upstream->allocate(round_up(size_bytes, options.align_bytes));
+  BW_EXPECTS(reinterpret_cast<uintptr_t>(slab->data) % options.align_bytes == 0,
+             std::string("upstream '") + upstream->name() + "' gave a slab that is not aligned to " +
+                 std::to_string(options.align_bytes) + " bytes");
+  return slab;
+}
+
+void PoolImpl::expect_awake(const Lease::State& state) const {
+  if (!asleep.empty()) {
+    throw PoolError("acquire of key '" + state.key + "' while the pool sleeps: call wake() before");
+  }
+}
+
+std::vector<EventRef> PoolImpl::take(Lease::State& state, bool is_captured) {
   bool is_reused = false;
   std::vector<Fence> dropped;  // before the lock, so destroyed after it: a fence may own the last handle on a lease
-  std::unique_lock lock(mutex);
-  for (;;) {
-    if (!state.key.empty()) {
-      const auto holder = live_keys.find(std::string_view(state.key));
-      if (holder != live_keys.end()) {
-        throw KeyBusy("acquire of key '" + state.key + "' (" + std::to_string(state.size_bytes) +
-                      " bytes): the key is held by a live " + (*holder)->describe());
-      }
-    }
-    state.block = blocks.try_take(state.block_bytes, &is_reused);
-    if (state.block != nullptr) {
-      break;
-    }
-    if (is_captured) {
-      refuse_captured(state.key, state.size_bytes, "the pool would have to grow");
-    }
-    lock.unlock();
-    grow(state.block_bytes);
-    lock.lock();
-  }
-  if (is_captured && has_pending(state.block->fences)) {
-    blocks.give(std::exchange(state.block, nullptr));
-    refuse_captured(state.key, state.size_bytes,
-                    "the last users of these bytes are not done, and a graph cannot wait for what is outside");
-  }
-  FreeList::Block& block = *state.block;
-  block.owner = &state;
-  state.slab = block.span->slab;
-  state.offset_bytes = block.offset_bytes;
-  state.data = state.slab->data + block.offset_bytes;
-  state.is_live.store(true, std::memory_order_release);
-  stats.acquires += 1;
-  stats.reuses += is_reused ? 1 : 0;
-  stats.live_leases += 1;
-  stats.live_bytes += state.block_bytes;
-  stats.high_water_bytes = std::max(stats.high_water_bytes, stats.live_bytes);
-  if (!state.key.empty()) {
-    live_keys.insert(&state);
-  }
-
+  std::vector<EventRef> done;  // likewise
   std::vector<EventRef> events;
-  if (!block.fences.empty()) {
+  std::unique_lock lock(mutex);
+  expect_awake(state);
+  Arena::Key* known = expect_not_busy(state);
+  if (arena != nullptr && (state.place = find_place(state, known)) != nullptr) {
+    events = arena->open_events(*state.place, &done);
+    if (is_captured && !events.empty()) {
+      state.place = nullptr;
+      refuse_captured(state.key, state.size_bytes, kNotDone);
+    }
+    is_reused = arena->take(*state.place, &state);
+    positions[regime] += is_strict ? 1 : 0;
+    state.planned_key = known;
+    known->owner = &state;
+    state.slab = arena_slab;
+    state.block_bytes = state.place->planned->size_bytes;
+    state.offset_bytes = state.place->planned->offset_bytes;
+  } else {
+    while ((state.block = blocks.try_take(state.block_bytes, &is_reused)) == nullptr) {
+      if (is_captured) {
+        refuse_captured(state.key, state.size_bytes, "the pool would have to grow");
+      }
+      lock.unlock();
+      grow(state.block_bytes, options.min_slab_bytes);
+      lock.lock();
+      expect_awake(state);
+      expect_not_busy(state);
+    }
+    if (is_captured && has_pending(state.block->fences)) {
+      blocks.give(std::exchange(state.block, nullptr));
+      refuse_captured(state.key, state.size_bytes, kNotDone);
+    }
+    FreeList::Block& block = *state.block;
+    block.owner = &state;
+    state.slab = block.span->slab;
+    state.offset_bytes = block.offset_bytes;
+    if (!state.key.empty()) {
+      live_keys.insert(&state);
+    }
     for (Fence& fence : block.fences) {
       if (fence.event->query()) {
         dropped.push_back(std::move(fence));
@@ -264,32 +229,37 @@ std::vector<EventRef> Pool::Impl::take(Lease::State& state, bool is_captured) {
       state.inherited.push_back(std::move(fence));
     }
     block.fences.clear();
-    stats.waits += events.size();
+  }
+  state.data = state.slab->data + state.offset_bytes;
+  state.is_live.store(true, std::memory_order_release);
+  stats.acquires += 1;
+  stats.reuses += is_reused ? 1 : 0;
+  stats.waits += events.size();
+  count(state, true);
+  if (trace != nullptr) {
+    record(PoolTrace::Event::Kind::kAcquire, state, state.home.get());
   }
   return events;
 }
 
-LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stream) {
+LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stream, std::string where) {
   impl_->expect_same_process();
   BW_EXPECTS(size_bytes <= kMaxLeaseBytes,
              "acquire of key '" + key + "': " + std::to_string(size_bytes) + " bytes is out of range");
   const PoolOptions& options = impl_->options;
-  auto state = std::make_shared<Lease::State>();
-  state->pool = impl_;
-  state->key = std::move(key);
-  state->size_bytes = size_bytes;
-  // A lease of 0 bytes takes one unit too: its address is its own.
-  state->block_bytes = round_up(std::max<size_t>(size_bytes, 1), options.align_bytes);
-  if (options.poison) {
-    state->block_bytes += options.align_bytes;
-  }
-  const bool is_on_host = impl_->device.id().kind == DeviceId::Kind::kCpu;
-  const bool is_captured = !is_on_host && stream != nullptr && is_capturing(*stream);
+  // Once it has its bytes, an exception gives them back with their fences.
+  const auto lease = std::make_shared<Lease::State>(impl_);
+  Lease::State& state = *lease;
+  state.key = std::move(key);
+  state.where = std::move(where);
+  state.size_bytes = size_bytes;
+  state.block_bytes = impl_->block_bytes_of(size_bytes);
+  const bool is_captured = !impl_->is_on_host() && stream != nullptr && is_capturing(*stream);
   if (is_captured && options.poison) {
-    refuse_captured(state->key, size_bytes, "every replay would write the poison again");
+    refuse_captured(state.key, size_bytes, "every replay would write the poison again");
   }
-  const LeaseRef lease(new Lease(state));  // once it has a block, an exception gives that back with its fences
-  const std::vector<EventRef> events = impl_->take(*state, is_captured);
+  state.home = stream;
+  const std::vector<EventRef> events = impl_->take(state, is_captured);
   for (const EventRef& event : events) {
     if (stream != nullptr) {
       stream->wait(event);
@@ -297,21 +267,28 @@ LeaseRef Pool::acquire(std::string key, size_t size_bytes, const StreamRef& stre
       event->synchronize();
     }
   }
-  if (stream == nullptr) {
-    state->inherited.clear();
-  }
-  if (!is_on_host) {
-    state->home = stream;
+  if (stream == nullptr && !events.empty()) {
+    state.inherited.clear();
+    std::lock_guard lock(impl_->mutex);
+    impl_->stats.host_waits += 1;
   }
   if (options.poison) {
-    Stream* const behind = is_on_host && events.empty() ? nullptr : stream.get();
-    state->fill_poison(true, behind);
+    Stream* const behind = impl_->is_on_host() && events.empty() ? nullptr : stream.get();
+    state.fill_poison(true, behind);
     if (behind != nullptr) {
-      state->inherited.assign(1, {state->offset_bytes, state->offset_bytes + state->block_bytes, behind->record()});
+      state.inherited.assign(1, {state.offset_bytes, state.offset_bytes + state.block_bytes, behind->record()});
     }
-    state->is_red_zone_set.store(true, std::memory_order_release);
+    state.is_red_zone_set.store(true, std::memory_order_release);
   }
   return lease;
+}
+
+void Pool::reserve(size_t size_bytes, size_t slab_bytes) {
+  impl_->expect_same_process();
+  BW_EXPECTS(std::max(size_bytes, slab_bytes) <= kMaxLeaseBytes, "reserve of " + std::to_string(size_bytes) +
+                                                                     " bytes in slabs of " +
+                                                                     std::to_string(slab_bytes) + " is out of range");
+  impl_->grow(impl_->block_bytes_of(size_bytes), impl_->block_bytes_of(slab_bytes));
 }
 
 Pool::Location Pool::locate(const void* data, size_t size_bytes) const {
@@ -331,10 +308,14 @@ Pool::Location Pool::locate(const void* data, size_t size_bytes) const {
 }
 
 Device& Pool::device() const { return impl_->device; }
+bool Pool::is_poisoned() const { return impl_->options.poison; }
+size_t Pool::align_bytes() const { return impl_->options.align_bytes; }
 
 PoolStats Pool::stats() const {
   std::lock_guard lock(impl_->mutex);
-  return impl_->stats;
+  PoolStats stats = impl_->stats;
+  stats.load_bytes = impl_->arena == nullptr ? 0 : impl_->arena->plans()[impl_->regime].load_bytes;
+  return stats;
 }
 
 void Pool::check() const {
@@ -342,58 +323,129 @@ void Pool::check() const {
   std::string fault = impl_->blocks.find_fault(impl_->options.align_bytes);
   uint64_t live_bytes = 0;
   uint64_t live_leases = 0;
-  uint64_t reserved_bytes = 0;
-  for (const auto& [id, span] : impl_->blocks.spans()) {
-    reserved_bytes += span.slab->size_bytes;
-    for (const FreeList::Block* block = span.first; block != nullptr && fault.empty(); block = block->next) {
-      if (block->is_free) {
-        continue;
-      }
-      const auto* lease = static_cast<const Lease::State*>(block->owner);
-      live_bytes += block->size_bytes;
-      live_leases += 1;
-      if (lease->block != block || lease->data != span.slab->data + block->offset_bytes ||
-          lease->block_bytes != block->size_bytes) {
-        fault = lease->describe() + " does not match its block";
-      } else {
-        fault = lease->find_red_zone_fault();
-      }
+  impl_->for_each_live([&](const Lease::State& lease) {
+    live_bytes += lease.block_bytes;
+    live_leases += 1;
+    if (fault.empty()) {
+      fault = lease.find_fault();
     }
+  });
+  uint64_t reserved_bytes = 0;
+  for (const auto& [data, slab] : impl_->slabs) {
+    reserved_bytes += slab->size_bytes;
   }
   const PoolStats& stats = impl_->stats;
+  const size_t slabs = impl_->blocks.spans().size() + (impl_->arena_slab == nullptr ? 0 : 1);
   if (fault.empty() &&
       (live_bytes != stats.live_bytes || live_leases != stats.live_leases || reserved_bytes != stats.reserved_bytes ||
-       impl_->blocks.spans().size() != stats.slabs || impl_->slabs.size() != stats.slabs)) {
+       slabs != stats.slabs || impl_->slabs.size() != stats.slabs)) {
     fault = "the counters say " + std::to_string(stats.live_leases) + " leases, " + std::to_string(stats.live_bytes) +
             " bytes live, " + std::to_string(stats.reserved_bytes) + " reserved in " + std::to_string(stats.slabs) +
             " slabs; the slabs hold " + std::to_string(live_leases) + ", " + std::to_string(live_bytes) + ", " +
-            std::to_string(reserved_bytes) + ", " + std::to_string(impl_->blocks.spans().size());
+            std::to_string(reserved_bytes) + ", " + std::to_string(slabs);
   }
   if (!fault.empty()) {
     throw PoolError("pool check: " + fault);
   }
 }
 
-std::string Pool::Impl::list_live_keys() const {
-  constexpr size_t kListed = 16;
-  std::string list;
-  size_t count = 0;
+size_t Pool::sleep() {
+  impl_->expect_same_process();
+  const std::lock_guard alone(impl_->sleep_mutex);
+  std::vector<EventRef> events;
+  std::vector<SlabRef> unused;
+  {
+    std::lock_guard lock(impl_->mutex);
+    if (!impl_->asleep.empty()) {
+      return 0;
+    }
+    for (const auto& [id, span] : impl_->blocks.spans()) {
+      if (span.first->is_free && span.first->next == nullptr) {
+        unused.push_back(span.slab);
+        std::ranges::move(events_of(span.first->fences), std::back_inserter(events));
+      }
+    }
+    if (impl_->arena_slab != nullptr && impl_->stats.planned_live_bytes == 0) {
+      unused.push_back(impl_->arena_slab);
+      std::ranges::move(impl_->arena->all_events(), std::back_inserter(events));
+    }
+    impl_->asleep = unused;  // nobody acquires from here on
+  }
+  size_t size_bytes = 0;
+  try {
+    for (const EventRef& event : events) {  // a host wait: memory in use cannot go
+      event->synchronize();
+    }
+    for (const SlabRef& slab : unused) {
+      if (!slab->sleep()) {
+        throw PoolError(std::string("sleep: upstream '") + impl_->upstream->name() +
+                        "' cannot give memory back and keep its address; 'host', 'shm' and 'vmm' can");
+      }
+      size_bytes += slab->size_bytes;
+    }
+  } catch (...) {  // before the first slab sleeps: they are of one kind
+    std::lock_guard lock(impl_->mutex);
+    impl_->asleep.clear();
+    throw;
+  }
+  std::lock_guard lock(impl_->mutex);
+  impl_->stats.sleeping_bytes = size_bytes;
+  return size_bytes;
+}
+
+void Pool::wake() {
+  impl_->expect_same_process();
+  const std::lock_guard alone(impl_->sleep_mutex);
+  for (;;) {
+    std::unique_lock lock(impl_->mutex);
+    if (impl_->asleep.empty()) {
+      return;
+    }
+    const SlabRef slab = impl_->asleep.back();
+    lock.unlock();
+    slab->wake();
+    lock.lock();
+    impl_->stats.sleeping_bytes -= slab->size_bytes;
+    impl_->asleep.pop_back();
+  }
+}
+
+void PoolImpl::for_each_live(const std::function<void(Lease::State&)>& visit) const {
   for (const auto& [id, span] : blocks.spans()) {
     for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {
-      if (block->is_free || ++count > kListed) {
-        continue;
+      if (!block->is_free) {
+        visit(*static_cast<Lease::State*>(block->owner));
       }
-      const auto* lease = static_cast<const Lease::State*>(block->owner);
-      list += (list.empty() ? "'" : ", '") + lease->key + "' (" + std::to_string(lease->size_bytes) + " bytes)";
     }
   }
-  return count > kListed ? list + " and " + std::to_string(count - kListed) + " more" : list;
+  if (arena == nullptr) {
+    return;
+  }
+  for (const Arena::Place& place : arena->places()) {
+    auto* const owner = static_cast<Lease::State*>(arena->owner_of(place));
+    if (owner != nullptr && owner->place == &place) {
+      visit(*owner);
+    }
+  }
+}
+
+std::string PoolImpl::list(const std::vector<const Lease::State*>& leases) {
+  constexpr size_t kListed = 16;
+  std::string text;
+  for (size_t i = 0; i < std::min(leases.size(), kListed); ++i) {
+    const Lease::State& lease = *leases[i];
+    text += (i == 0 ? "'" : ", '") + lease.key + "' (" + std::to_string(lease.size_bytes) + " bytes" +
+            (lease.where.empty() ? ")" : ", acquired at " + lease.where + ")");
+  }
+  return leases.size() > kListed ? text + " and " + std::to_string(leases.size() - kListed) + " more" : text;
 }
 
 void Pool::expect_no_leases() const {
   std::lock_guard lock(impl_->mutex);
   if (impl_->stats.live_leases != 0) {
-    throw LeaseLeak(std::to_string(impl_->stats.live_leases) + " leases are live: " + impl_->list_live_keys());
+    std::vector<const Lease::State*> live;
+    impl_->for_each_live([&live](const Lease::State& lease) { live.push_back(&lease); });
+    throw LeaseLeak(std::to_string(live.size()) + " leases are live: " + PoolImpl::list(live));
   }
 }
 
@@ -403,18 +455,21 @@ size_t Pool::trim() {
   size_t freed_bytes = 0;
   {
     std::lock_guard lock(impl_->mutex);
+    if (!impl_->asleep.empty()) {
+      return 0;  // what is unused has no memory; to wake a slab may empty caches, of which this pool is one
+    }
     removed = impl_->blocks.remove_unused();
     for (const auto& [slab, fences] : removed) {
-      impl_->slabs.erase(slab->data);
-      impl_->stats.slabs -= 1;
-      impl_->stats.reserved_bytes -= slab->size_bytes;
+      impl_->leave(slab);
       freed_bytes += slab->size_bytes;
     }
   }
   // A host wait: unmapped memory must not be in use. Nobody else can get at these slabs any more.
   for (auto it = removed.begin(); it != removed.end(); ++it) {
     try {
-      wait_for(it->second, {});
+      for (const Fence& fence : it->second) {
+        fence.event->synchronize();
+      }
     } catch (const Error& error) {
       for (; it != removed.end(); ++it) {
         leak(it->first, error.what());
@@ -425,123 +480,69 @@ size_t Pool::trim() {
   return freed_bytes;
 }
 
-namespace {
-
-constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
-constexpr int kRedZone = 0xA5;
-
-}  // namespace
-
-std::string Lease::State::describe() const {
-  return "lease '" + key + "' of " + std::to_string(size_bytes) + " bytes (slab " + std::to_string(slab->id) +
-         ", offset " + std::to_string(offset_bytes) + ")";
-}
-
-void Lease::State::fill_poison(bool with_red_zone, Stream* stream) {
-  pool->device.fill(data, kPoison, size_bytes, stream);
-  if (with_red_zone) {
-    pool->device.fill(data + size_bytes, kRedZone, block_bytes - size_bytes, stream);
+void PoolImpl::count(const Lease::State& state, bool is_live) {
+  const auto add = [&](uint64_t& bytes, uint64_t* most) {
+    bytes += is_live ? state.block_bytes : -state.block_bytes;
+    *most = std::max(*most, bytes);
+  };
+  stats.live_leases += is_live ? 1 : -1;
+  add(stats.live_bytes, &stats.high_water_bytes);
+  if (state.place != nullptr) {
+    stats.planned_acquires += is_live ? 1 : 0;
+    add(stats.planned_live_bytes, &stats.planned_high_water_bytes);
+  } else if (state.is_side) {
+    add(stats.side_live_bytes, &stats.side_high_water_bytes);
   }
 }
 
-std::string Lease::State::find_red_zone_fault() const {
-  // The flag is set after `inherited`, which from then on says whether the red zone has been written.
-  if (!is_red_zone_set.load(std::memory_order_acquire) ||
-      !std::all_of(inherited.begin(), inherited.end(), [](const Fence& fence) { return fence.event->query(); })) {
-    return {};
+void PoolImpl::record(PoolTrace::Event::Kind kind, Lease::State& state, Stream* stream, bool has_event) {
+  if (state.number == 0) {
+    trace->leases.push_back({state.key, state.size_bytes, state.where});
+    state.number = trace->leases.size();
   }
-  std::vector<std::byte> zone(block_bytes - size_bytes);
-  pool->device.read(zone.data(), data + size_bytes, zone.size());
-  for (size_t i = 0; i < zone.size(); ++i) {
-    if (zone[i] != std::byte{kRedZone}) {
-      return describe() + ": bytes past its end were written, the first at offset " + std::to_string(size_bytes + i) +
-             " from its start";
+  const void* const used = stream == nullptr || is_on_host() ? stream : native_stream(*stream, "a trace");
+  trace->events.push_back({kind, has_event, state.number - 1, used});
+}
+
+void Pool::begin_trace() {
+  std::lock_guard lock(impl_->mutex);
+  if (impl_->trace != nullptr) {
+    throw PoolError("the pool is recording a trace already");
+  }
+  impl_->trace = std::make_unique<PoolTrace>();
+  impl_->for_each_live(
+      [this](Lease::State& lease) { impl_->record(PoolTrace::Event::Kind::kLive, lease, lease.home.get()); });
+}
+
+PoolTrace Pool::end_trace() {
+  std::lock_guard lock(impl_->mutex);
+  if (impl_->trace == nullptr) {
+    throw PoolError("the pool is not recording a trace");
+  }
+  impl_->for_each_live([](Lease::State& lease) { lease.number = 0; });
+  return std::move(*std::exchange(impl_->trace, nullptr));
+}
+
+std::vector<PoolRange> Pool::snapshot() const {
+  std::lock_guard lock(impl_->mutex);
+  std::vector<PoolRange> ranges;
+  for (const auto& [id, span] : impl_->blocks.spans()) {
+    for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {
+      const auto* lease = static_cast<const Lease::State*>(block->owner);
+      ranges.push_back({span.slab->data + block->offset_bytes, id, block->offset_bytes, block->size_bytes,
+                        block->is_free ? "" : lease->key, block->is_free ? "free" : "live", ""});
     }
   }
-  return {};
-}
-
-bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
-  const bool is_pending = after != nullptr && !after->query();  // may throw, so before anything changes
-  if (pool->options.poison && is_live) {
-    *fault = find_red_zone_fault();  // while `inherited` is there
-  }
-  if (!is_live.exchange(false, std::memory_order_acq_rel)) {
-    return false;
-  }
-  const bool keeps_inherited = after == nullptr;
-  const bool has_fences = is_pending || (keeps_inherited && !inherited.empty());
-  if (pool->options.poison && !has_fences) {
-    fill_poison(false, nullptr);  // otherwise the next acquire does it, behind the fences
-  }
-  std::vector<Fence> fences;
-  if (is_pending) {
-    fences.push_back({offset_bytes, offset_bytes + block_bytes, std::move(after)});
-  }
-  std::lock_guard lock(pool->mutex);
-  if (keeps_inherited) {
-    fences = std::move(inherited);  // under the lock: Pool::check() reads them, also of leases that are ending
-  }
-  if (!key.empty()) {
-    pool->live_keys.erase(this);
-  }
-  PoolStats& stats = pool->stats;
-  stats.live_bytes -= block_bytes;
-  stats.live_leases -= 1;
-  stats.dropped_leases += is_dropped && !is_left ? 1 : 0;
-  block->fences = std::move(fences);
-  pool->blocks.give(std::exchange(block, nullptr));
-  return true;
-}
-
-Lease::Lease(std::shared_ptr<State> state) : state_(std::move(state)) {}
-
-Lease::~Lease() {
-  // In a forked child the lease is the parent's.
-  if (!is_live() || state_->pool->is_foreign()) {
-    return;
-  }
-  try {
-    std::string fault;
-    // On CUDA a drop says nothing about the device: the last use is in the stream of the acquire, or an operation's
-    // handle would hold the lease.
-    state_->end(state_->home != nullptr ? state_->home->record() : nullptr, true, &fault);
-    if (!fault.empty()) {
-      std::fprintf(stderr, "[bucketwheel] %s\n", fault.c_str());
+  if (impl_->arena != nullptr && impl_->arena_slab != nullptr) {
+    for (const Arena::Place& place : impl_->arena->places()) {
+      const auto* owner = static_cast<const Lease::State*>(impl_->arena->owner_of(place));
+      const bool is_live = owner != nullptr && owner->place == &place;
+      const std::byte* const data = impl_->arena_slab->data + place.planned->offset_bytes;
+      ranges.push_back({data, impl_->arena_slab->id, place.planned->offset_bytes, place.planned->size_bytes,
+                        place.planned->key, is_live ? "live" : "planned", impl_->arena->plans()[place.regime].name});
     }
-  } catch (const std::exception& error) {
-    // Where its stream is being captured, replays will use the bytes. The pool's block refers to the state.
-    std::fprintf(stderr, "[bucketwheel] dropping lease '%s', which stays live: %s\n", state_->key.c_str(),
-                 error.what());
-    new std::shared_ptr<State>(state_);
   }
-}
-
-const std::string& Lease::key() const { return state_->key; }
-size_t Lease::size_bytes() const { return state_->size_bytes; }
-const SlabRef& Lease::slab() const { return state_->slab; }
-DeviceId Lease::device() const { return state_->pool->device.id(); }
-size_t Lease::offset_bytes() const { return state_->offset_bytes; }
-bool Lease::is_live() const { return state_->is_live.load(std::memory_order_acquire); }
-
-void Lease::leave_to_owners() { state_->is_left = true; }
-
-std::byte* Lease::data() const {
-  if (!is_live()) {
-    throw UseAfterRelease(state_->describe() + " was released: its bytes may belong to another lease");
-  }
-  return state_->data;
-}
-
-void Lease::release(EventRef after) {
-  state_->pool->expect_same_process();
-  std::string fault;
-  if (!state_->end(std::move(after), false, &fault)) {
-    throw ReleasedTwice(state_->describe() + " was released before");
-  }
-  if (!fault.empty()) {
-    throw PoolError(fault);
-  }
+  return ranges;
 }
 
 }  // namespace bucketwheel

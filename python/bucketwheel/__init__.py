@@ -11,29 +11,43 @@ from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle, wait_all
 from bucketwheel.errors import (
+    BudgetTooSmall,
     BuildError,
     CheckpointError,
     ClosedError,
     CommError,
     CommTimeout,
+    CrossRankMismatch,
     DeviceError,
     Error,
     KeyBusy,
     LeaseLeak,
     MismatchError,
     PeerError,
+    PlanDiverged,
+    PoolBusy,
     PoolError,
     ReleasedTwice,
+    SeveralParamGroups,
     ShardedGradError,
+    SizeExceedsPlan,
+    UnknownKey,
     UseAfterRelease,
 )
 from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.optim.module_sync import ModuleSync, sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.pool.fsdp2 import pool_for_fsdp2
 from bucketwheel.pool.pool import Lease, Pool, PoolStats
 
 __all__ = [
+    "UnknownKey",
+    "SizeExceedsPlan",
+    "PoolBusy",
+    "PlanDiverged",
+    "CrossRankMismatch",
+    "BudgetTooSmall",
     "AllGatherRequest",
     "BuildError",
     "CheckpointError",
@@ -60,6 +74,7 @@ __all__ = [
     "PreMulSum",
     "ReduceScatterRequest",
     "ReleasedTwice",
+    "SeveralParamGroups",
     "ShardedAdamW",
     "ShardedGradError",
     "Snapshots",
@@ -70,6 +85,7 @@ __all__ = [
     "checkpoint",
     "l2_norm",
     "pack",
+    "pool_for_fsdp2",
     "reduce_scatter",
     "sync_module",
     "wait_all",

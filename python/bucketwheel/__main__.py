@@ -1,4 +1,4 @@
-"""``python -m bucketwheel``: commands about the installation, about runs that failed, and about checkpoints."""
+"""``python -m bucketwheel``: commands about the installation, about runs that failed, checkpoints and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bucketwheel.tools import checkpoint, doctor, flight
+from bucketwheel.tools import checkpoint, doctor, flight, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("flight", help="who stopped first, by what the ranks wrote to BW_TRACE_DIR")
     )
     checkpoint.add_arguments(commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is whole"))
+    plan.add_arguments(commands.add_parser("plan", help="how much memory a recorded step needs, by policy"))
     options = parser.parse_args(arguments)
-    return {"checkpoint": checkpoint.main, "doctor": doctor.main, "flight": flight.main}[options.command](options)
+    tools = {"checkpoint": checkpoint, "doctor": doctor, "flight": flight, "plan": plan}
+    return tools[options.command].main(options)
 
 
 if __name__ == "__main__":

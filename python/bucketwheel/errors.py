@@ -12,21 +12,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
+    "BudgetTooSmall",
     "BuildError",
     "CaptureError",
     "CheckpointError",
     "ClosedError",
     "CommError",
     "CommTimeout",
+    "CrossRankMismatch",
     "DeviceError",
     "Error",
     "KeyBusy",
     "LeaseLeak",
     "MismatchError",
     "PeerError",
+    "PlanDiverged",
+    "PoolBusy",
     "PoolError",
     "ReleasedTwice",
+    "SeveralParamGroups",
     "ShardedGradError",
+    "SizeExceedsPlan",
+    "UnknownKey",
     "UseAfterRelease",
     "expect_int",
     "expect_number",
@@ -159,6 +166,34 @@ class LeaseLeak(PoolError):
 
 class KeyBusy(PoolError):
     """The key has a live lease already."""
+
+
+class SeveralParamGroups(PoolError):
+    """An FSDP2 module gathers its parameters in several groups; torch has one place for communications of our own."""
+
+
+class PoolBusy(PoolError):
+    """Leases are live that a call needs to have ended; the message names their keys."""
+
+
+class UnknownKey(PoolError):
+    """A strict pool was asked for a key that its plan does not have."""
+
+
+class SizeExceedsPlan(PoolError):
+    """A strict pool was asked for more bytes than its plan has for the key."""
+
+
+class PlanDiverged(PoolError):
+    """A step left the plan of a strict pool; the message has what the plan expected, what came and what came before."""
+
+
+class BudgetTooSmall(PoolError):
+    """A plan needs more bytes than it may have; the message names the keys that are live at once."""
+
+
+class CrossRankMismatch(PoolError):
+    """Ranks have different plans; the message names the first difference."""
 
 
 class ShardedGradError(Error):

@@ -18,6 +18,7 @@ __all__ = [
     "another_connection",
     "call_of_torch",
     "calling_stager",
+    "fsdp2_groups",
     "increment_version",
     "keep_out_of_graphs",
     "module_behind",
@@ -115,6 +116,16 @@ def call_of_torch(function: str) -> Any:
             return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def fsdp2_groups(module: Any) -> list[Any]:
+    """The parameter groups of an `FSDPModule`: what it gathers together, each with its ``device``, ``_all_gather_comm`` and
+    ``_reduce_scatter_comm``, which torch sets by public names and does not show. None where its children hold all parameters.
+    """
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.10
 
 
 def keep_out_of_graphs() -> None:

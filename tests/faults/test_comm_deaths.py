@@ -175,7 +175,7 @@ def test_a_rank_that_is_stopped_or_holds_the_gil_is_not_dead(backend, how, secon
 
 
 def one_is_stopped(rank: int, size: int, backend: str, folder: Path) -> None:
-    comm = Communicator(backend=backend, timeout_s=1.0)
+    comm = Communicator(backend=backend, timeout_s=4.0)
     pid = int(comm.exchange(str(os.getpid()).encode())[-1])
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -25,6 +25,7 @@ from bucketwheel.testing import assert_bitwise_equal, run_ranks
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 
 SEEN_WITHIN_S = 2.0
+LIMIT_S = 4.0  # of operations: those before a rank hangs need it on a busy machine
 
 
 class _Act(torch.autograd.Function):
@@ -127,11 +128,11 @@ def test_a_killed_rank_is_named_on_every_other(where: str, world: int, tmp_path:
 
 
 def train_until_a_rank_hangs(rank: int, world: int) -> str:
-    comm = Communicator(timeout_s=1.0, name="hangs")
+    comm = Communicator(timeout_s=LIMIT_S, name="hangs")
     params, opt = make_run(comm)
     train_step(params, opt, 0, rank, world)
     if rank == 1:
-        time.sleep(4.0)
+        time.sleep(LIMIT_S + 4.0)
         with pytest.raises(CommError):  # the others have given up
             train_step(params, opt, 1, rank, world)
         return ""
@@ -139,7 +140,7 @@ def train_until_a_rank_hangs(rank: int, world: int) -> str:
     loss_of(params, dyadic(params, 1)).backward()
     with pytest.raises(CommTimeout) as caught:
         opt.step()
-    assert 0.9 < time.monotonic() - began < 3.0
+    assert 0.9 * LIMIT_S < time.monotonic() - began < LIMIT_S + 2.0
     return str(caught.value)
 
 

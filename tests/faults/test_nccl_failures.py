@@ -181,7 +181,7 @@ def test_an_error_in_the_background(is_idle, rank_pool):
 
 # ------------------------------------------------------------------------------------------------------ what never ends
 
-LATE_S = 1.5  # the time limit, which making the communicator has too
+LATE_S = 4.0  # the time limit, which making the communicator has too
 
 
 def never_ends(rank: int, size: int, where: str, ends_by: str) -> tuple[Error, Facts, float]:

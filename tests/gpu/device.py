@@ -73,6 +73,13 @@ class Device:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
 
+    @contextmanager
+    def full(self, left_bytes: int) -> Iterator[None]:
+        """Inside, about ``left_bytes`` of the device's memory are free."""
+        taken = torch.empty(max(0, self.free_bytes() - left_bytes), dtype=torch.uint8, device=self.tensors)
+        yield
+        del taken
+
     # ---- time and order
 
     def hold(self, seconds: float) -> None:
@@ -175,6 +182,12 @@ class SimulatedDevice(Device):
 
     def free_bytes(self) -> int:
         return self.total_bytes() - int(load()[1].fake_cuda_allocated_bytes())
+
+    @contextmanager
+    def full(self, left_bytes: int) -> Iterator[None]:
+        load()[1].fake_cuda_set_capacity(self.total_bytes() - self.free_bytes() + left_bytes)
+        yield
+        load()[1].fake_cuda_set_capacity(self.total_bytes())
 
     def hold(self, seconds: float) -> None:
         pass

@@ -105,6 +105,7 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         test("kernels", 90.0),
         test("optim", 75.0),
         test("ordering", 60.0, BW_POOL_POISON="1"),
+        test("pool_plan", 60.0),
         test("graphs", 40.0),
         test("checkpoint", 60.0),
         # The NCCL that torch brings, whatever BW_NCCL_LIB names.

@@ -1,8 +1,9 @@
-// pool/: failing upstreams, trim. Run by test_native.py; test_pool.py has errors, ownership and fork.
+// pool/: failing upstreams, trim, failed drops. Run by test_native.py; test_pool.py has errors, ownership and fork.
 // needs: base device pool
 #include <chrono>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "base/error.h"
 #include "check.h"
@@ -18,6 +19,15 @@ namespace {
 struct EmptyUpstream final : Upstream {
   SlabRef allocate(size_t size_bytes) override { throw PoolError("no " + std::to_string(size_bytes) + " bytes"); }
   const char* name() const override { return "empty"; }
+};
+
+// It has failed: nobody can tell when what is in it ends.
+struct FailedStream final : Stream {
+  void run(std::function<void()>) override {}
+  EventRef record(bool) override { throw DeviceError("the stream has failed"); }
+  void wait(const EventRef&) override {}
+  bool synchronize(Deadline) override { return true; }
+  void close() noexcept override {}
 };
 
 }  // namespace
@@ -76,6 +86,33 @@ TEST(trim_returns_what_is_unused) {
   CHECK(pool->trim() == kSlab && *upstream->mapped == 0);
   CHECK(pool->acquire("again", 10)->data() != nullptr);
   pool->check();
+}
+
+// Under AddressSanitizer: what refers to the lease must find another one.
+TEST(a_lease_that_cannot_be_dropped_stays_live) {
+  static auto* const pools = new std::vector<PoolRef>;  // to the end of the process, as such a lease
+  for (const bool is_planned : {false, true}) {
+    for (const char* key : {"planned", "other", ""}) {
+      auto pool = pools->emplace_back(make_pool({512, kSlab, true}));
+      if (is_planned) {
+        pool->adopt({{"step", {{"planned", 0, 1024, false}}, {}, 1024, 1024}}, false);
+      }
+      auto lease = pool->acquire(key, 700);
+      lease->use(std::make_shared<FailedStream>());
+      std::byte* const bytes = lease->data();
+      lease = nullptr;
+      pool->check();
+      CHECK_THROWS(LeaseLeak, "1 leases are live: '", pool->expect_no_leases());
+      if (*key != 0) {
+        CHECK_THROWS(KeyBusy, "held by a live lease", pool->acquire(key, 1));
+      }
+      auto beside = pool->acquire("beside", 700);
+      CHECK(beside->data() != bytes);
+      beside->release();
+      bytes[700] = std::byte{1};
+      CHECK_THROWS(PoolError, "bytes past its end were written", pool->check());
+    }
+  }
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

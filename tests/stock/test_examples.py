@@ -39,6 +39,14 @@ def test_fused_clip_step_agrees_with_torch():
     assert float(ours) < 1e-12 and float(ours) < float(peers), output
 
 
+def test_fsdp2_learns_in_a_planned_pool():
+    output = output_of("fsdp2_pool.py", 2)
+    found = re.findall(r"step (\d+) loss (\S+): ([\d,]+) bytes", output)
+    assert [step for step, *_ in found] == ["0", "1", "19"] and float(found[2][1]) < 0.6 * float(found[0][1]), output
+    traced, planned, last = (int(nbytes.replace(",", "")) for *_, nbytes in found)
+    assert planned == last < traced and "the load is" in output, output
+
+
 WITH_EVENTS = """
 import os, runpy, sys, torch
 from bucketwheel.comm.communicator import Communicator

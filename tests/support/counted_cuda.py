@@ -14,7 +14,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["clear_cuda_faults", "counted", "cuda_calls", "plan_cuda_fault"]
+from bucketwheel.native.toolchain import find_compiler
+
+__all__ = ["clear_cuda_faults", "counted", "cuda_calls", "plan_cuda_fault", "wrapped"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -33,7 +35,7 @@ def build() -> Path:
         built.parent.mkdir(exist_ok=True)
         unfinished = built.with_suffix(f".{os.getpid()}")
         includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests/native'}"]
-        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-shared", "-fPIC", *includes, str(SOURCES[0])]
+        command = [*find_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", *includes, str(SOURCES[0])]
         subprocess.run([*command, "-o", str(unfinished)], check=True, timeout=120)
         unfinished.rename(built)
     return built
@@ -42,7 +44,6 @@ def build() -> Path:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build()))
-    library.counted_cuda.argtypes, library.counted_cuda.restype = [ctypes.c_void_p], ctypes.c_void_p
     library.counted_cuda_name.argtypes, library.counted_cuda_name.restype = [ctypes.c_size_t], ctypes.c_char_p
     library.counted_cuda_calls.argtypes, library.counted_cuda_calls.restype = [ctypes.c_size_t], ctypes.c_uint64
     library.counted_cuda_plan.argtypes = [ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64]
@@ -59,10 +60,16 @@ def _names() -> dict[str, int]:
 
 def counted(api: Any) -> Any:
     """The capsule of a table around that of ``api``."""
+    return wrapped(_library().counted_cuda, api)
+
+
+def wrapped(wrap: Any, api: Any) -> Any:
+    """The capsule of the table that the C function ``wrap`` makes around that of ``api``."""
+    wrap.argtypes, wrap.restype = [ctypes.c_void_p], ctypes.c_void_p
     get, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
     get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
     new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
-    return new(_library().counted_cuda(get(api, CAPSULE)), CAPSULE, None)
+    return new(wrap(get(api, CAPSULE)), CAPSULE, None)
 
 
 def cuda_calls() -> dict[str, int]:

@@ -31,11 +31,11 @@ from bucketwheel.device import install
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
 from tests.native.cmake import built
-from tests.support.counted_cuda import clear_cuda_faults, counted, cuda_calls
+from tests.support.counted_cuda import clear_cuda_faults, counted, cuda_calls, wrapped
 
 # What the training path must not do: wait for the device, copy while the host waits, or allocate.
 BLOCKING = ("stream_synchronize", "event_synchronize", "memcpy_blocking", "free_device")
-ALLOCATING = ("malloc_device", "malloc_host", "stream_create", "event_create")
+ALLOCATING = ("malloc_device", "mem_create", "malloc_host", "stream_create", "event_create")
 
 
 def build() -> Path:
@@ -50,8 +50,8 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     loader = importlib.machinery.ExtensionFileLoader("_cuda", path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda", loader))
     loader.exec_module(module)
-    install(counted(module.api))
     library = ctypes.CDLL(path)
+    install(counted(wrapped(library.fake_cuda_declared, module.api)))
     library.fake_cuda_end_capture.restype = ctypes.c_void_p
     library.fake_cuda_capture_mark.restype = ctypes.c_size_t
     library.fake_cuda_capture_error.restype = ctypes.c_char_p
@@ -62,6 +62,12 @@ def load() -> tuple[ModuleType, ctypes.CDLL]:
     library.fake_cuda_drop_work.argtypes = [ctypes.c_int]
     library.fake_cuda_set_capacity.argtypes = [ctypes.c_size_t]
     library.fake_cuda_set_delays.argtypes = [ctypes.c_uint64]
+    library.fake_cuda_begin_check.argtypes = [ctypes.c_uint64]
+    library.fake_cuda_end_check.restype = ctypes.c_char_p
+    library.fake_cuda_at.argtypes = [ctypes.c_char_p]
+    library.fake_cuda_name_stream.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    library.fake_cuda_drain.argtypes = [ctypes.c_void_p]
+    library.fake_cuda_access.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
     return module, library
 
 

@@ -69,23 +69,6 @@ def on_the_host() -> buckets.Acquire:
     return lambda bucket, late: bucket.lease_of(pool, late)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_every_stream_that_stores_waits_for_the_one_that_opened(streams: Streams, late: bool) -> None:
-    bucket, memory = bucket_of_two(), on_the_host()
-    bucket.store(memory, 0, torch.ones(4), late=late, add=late)
-    assert streams.waited() == []
-    streams.use("b")
-    bucket.store(memory, 1, torch.ones(4), late=late, add=late)
-    assert streams.waited() == [("b", "a")]
-    assert [stream.name for stream in bucket.take_streams()] == ["a", "b"]
-    lease, flat = bucket.take(memory, [], late=late)
-    assert flat.tolist() == [1.0] * 8
-    lease.release()
-    bucket.store(memory, 0, torch.ones(4), late=late, add=late)  # opened anew, in b
-    assert streams.waited() == []
-    bucket.take(memory, [], late=late)[0].release()
-
-
 @pytest.mark.parametrize("add", [False, True])
 def test_what_is_written_again_comes_after_what_was_there(streams: Streams, add: bool) -> None:
     bucket, memory = bucket_of_two(), on_the_host()
@@ -116,21 +99,6 @@ def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(streams: 
     lease, flat = bucket.take(memory, [], late=True)
     assert flat.tolist() == [1.0] * 4 + [0.0] * 4
     lease.release()
-
-
-def test_a_reduce_scatter_is_behind_the_opening_of_its_window(streams: Streams) -> None:
-    """The window is opened in a, where the first bucket is filled; the second one is filled and launched in b."""
-    with posing(), Communicator(LocalWorld(1).rank(0), device="cuda") as comm:
-        params = [torch.nn.Parameter(torch.ones(300)) for _ in range(2)]
-        opt = bw.ShardedAdamW(params, process_group=comm, bucket_cap_mb=1.3e-3)
-        assert len(opt._engine.grads.buckets) == 2
-        params[0].sum().backward()
-        assert streams.waited() == []
-        streams.use("b")
-        params[1].sum().backward()
-        assert ("b", "a") in streams.waited()
-        opt.step()
-        opt.close()
 
 
 def test_a_captured_window_waits_for_no_stream_of_gradients_that_were_dropped(streams: Streams) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,11 +63,10 @@ def test_a_deadline_leaves_the_work_running() -> None:
 
 def test_a_stream_waits_for_another_and_the_default_stream_for_both() -> None:
     slow, other = core.Stream("slow", 0), core.Stream("other", 0)
-    begin = time.monotonic()
-    event = held_back(slow, 0.1)
+    event = held_back(slow, 0.5)
     other.wait(event)
     behind = other.record()
-    assert time.monotonic() - begin < 0.08, "wait() must not block the host"
+    assert not event.query(), "wait() must not block the host"
     current = core.current_stream(0)
     current.wait(behind)  # the default stream is this thread
     assert event.query() and behind.query()

@@ -50,7 +50,14 @@ def output_of(*argv: str, **variables: str) -> str:
 
 
 PARTS = (
-    *("kernels", slow_case("optim,graphs"), slow_case("checkpoint"), slow_case("ordering"), slow_case("nccl one")),
+    *(
+        "kernels",
+        "pool_plan",
+        slow_case("optim,graphs"),
+        slow_case("checkpoint"),
+        slow_case("ordering"),
+        slow_case("nccl one"),
+    ),
     *(
         slow_case("nccl two"),
         slow_case("nccl two conformance"),

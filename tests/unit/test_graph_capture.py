@@ -1,5 +1,5 @@
-"""The memory of captured buckets. What may be captured, and what comes of it: test_optim_captured*.py of the conformance
-tests."""
+"""What a capture waits for. What may be captured, and what comes of it: test_optim_captured*.py of the conformance tests. The
+memory of captured buckets: test_slots.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from bucketwheel.device import CPU
-from bucketwheel.grads.graph_capture import CapturedBlocks, Captures, WindowState
+from bucketwheel.grads.graph_capture import CapturedSide, Captures, WindowState
 from bucketwheel.grads.launch import Reductions
 from bucketwheel.native import core
-from tests.support.simulated_cuda import Calls, Graph, posing
+from tests.support.simulated_cuda import Graph, posing
 
 
 @pytest.fixture(autouse=True)
 def library() -> Iterator[Any]:
     with posing() as library:
         yield library
+
+
+def side() -> CapturedSide:
+    return CapturedSide(torch.empty(64, dtype=torch.uint8))
 
 
 class Ended:
@@ -48,40 +52,17 @@ def test_is_capturing(library: Any) -> None:
     assert ids[:2] == [0, 0] and len(set(ids)) == 3, "each capture has a number of its own"
 
 
-def test_blocks_go_on_behind_their_last_reader(library: Any) -> None:
-    blocks = CapturedBlocks(0, 64)
-    with Graph(library):
-        first, second = blocks.take(), blocks.take()
-        assert blocks.nbytes == 128 and first.nbytes == 64
-        assert first.tensor(torch.float32, (16,)).data_ptr() != second.tensor(torch.float32, (16,)).data_ptr()
-        assert first.tensor(torch.bfloat16, (5,)).shape == (5,)
-        reader: Any = Ended(is_captured=True)
-        second.release(after=reader)
-        first.release()  # behind what the current stream has
-        calls = Calls()
-        assert blocks.take() is second and blocks.take() is first, "the one that has been free for longest"
-        assert calls.since()["stream_wait_event"] == 2
-        assert blocks.nbytes == 128
-        blocks.end_window()
-    with Graph(library):  # another capture, which cannot wait for the first
-        calls = Calls()
-        assert {id(blocks.take()), id(blocks.take())} == {id(first), id(second)}
-        assert "stream_wait_event" not in calls.since()
-    blocks.clear()
-    assert blocks.nbytes == 0
-
-
 def test_a_capture_leaves_handles_of_before_alone(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer had not issued them when their window closed, which has waited for them."""
     monkeypatch.setattr(Ended, "is_ordered", lambda self: self.is_captured)
-    reductions, blocks = Reductions(0, 2), CapturedBlocks(0, 64)
+    reductions = Reductions(0, 2)
     before: Any = Ended(is_captured=False)
-    reductions.add(before, blocks.take())
+    reductions.add(before, side())
     reductions.wait()
     assert before.waits == 2, "as one of all, and as the last"
     with Graph(library):
         inside: Any = Ended(is_captured=True)
-        reductions.add(inside, blocks.take())
+        reductions.add(inside, side())
         reductions.wait()
     assert (before.waits, inside.waits) == (2, 2)
     reductions.wait()
@@ -89,10 +70,10 @@ def test_a_capture_leaves_handles_of_before_alone(library: Any, monkeypatch: pyt
 
 
 def test_what_a_failed_capture_has_in_flight_is_forgotten(library: Any) -> None:
-    reductions, blocks = Reductions(0, 2), CapturedBlocks(0, 64)
+    reductions = Reductions(0, 2)
     with Graph(library):
         inside: Any = Ended(is_captured=True)
-        reductions.add(inside, blocks.take())
+        reductions.add(inside, side())
     reductions.forget_captured()
     reductions.wait()
     assert inside.waits == 0

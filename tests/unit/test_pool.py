@@ -146,7 +146,7 @@ def test_misuse_raises_named_errors() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="'host', 'shm', 'torch' or 'cuda', got 'gpu'"):
+    with pytest.raises(ValueError, match="'host', 'shm', 'torch', 'cuda' or 'vmm', got 'gpu'"):
         Pool("gpu")
     with pytest.raises(ValueError, match="power of two"):
         Pool("host", align_bytes=100)
@@ -275,3 +275,20 @@ def test_nothing_grows_in_a_long_run() -> None:
     assert pool.stats().reserved_bytes == reserved
     assert len(os.listdir("/proc/self/fd")) == descriptors
     pool.check()
+
+
+@pytest.mark.skipif("BW_POOL_POISON" in os.environ, reason="red zones make leases larger")
+def test_reserving_gets_no_more_than_a_lease_needs() -> None:
+    pool = Pool("host")
+
+    def reserved(nbytes: int, slab_bytes: int = 0) -> int:
+        pool.reserve(nbytes, slab_bytes=slab_bytes)
+        return pool.stats().reserved_bytes
+
+    assert [reserved(10_000), reserved(9_000)] == [12_288] * 2, "whole pages, for what is not there yet"
+    with pool.acquire("first", 10_000):
+        assert [reserved(11_000, 50_000), reserved(40_000)] == [12_288 + 53_248] * 2
+    with pytest.raises(ValueError, match="out of range"):
+        pool.reserve(1 << 62)
+    with pytest.raises(TypeError, match="nbytes"):
+        pool.reserve("1")  # type: ignore[arg-type]

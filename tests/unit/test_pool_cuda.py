@@ -1,4 +1,4 @@
-"""The pool on a CUDA device, simulated: both upstreams, fences between streams, captures, and no memory left."""
+"""The pool on a CUDA device, simulated: all upstreams, fences between streams, captures, and no memory left."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel.errors import CaptureError, DeviceError, LeaseLeak, PoolError, UseAfterRelease
+from bucketwheel.device import reclaim_memory
+from bucketwheel.errors import CaptureError, DeviceError, KeyBusy, LeaseLeak, PoolError, UseAfterRelease
 from bucketwheel.native import core
+from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.pool import Pool
 from tests.support.counted_cuda import plan_cuda_fault
 from tests.support.simulated_cuda import Calls, Graph, posing
@@ -25,7 +27,7 @@ def library() -> Iterator[Any]:
         library.fake_cuda_set_capacity(1 << 40)
 
 
-@pytest.fixture(params=["torch", "cuda"])
+@pytest.fixture(params=["torch", "cuda", "vmm"])
 def pool(request: pytest.FixtureRequest) -> Pool:
     return Pool(request.param)
 
@@ -43,26 +45,6 @@ def test_memory_is_zeroed_aligned_and_reused(pool: Pool) -> None:
     pool.check()
     pool.expect_no_leases()
     assert pool.stats().reuses == 1
-
-
-def test_the_next_owner_waits_for_the_last_use(pool: Pool) -> None:
-    """A late write of the first owner must not hit the second one, which is the calling thread."""
-    stream = core.Stream("late", 0)
-    for turn in range(20):
-        first = pool.acquire("first", 4096)
-        late = first.tensor(torch.uint8, 4096)
-        place = first.place
-        stream.pause(0.05)
-        stream.fill(late, 255)  # runs after the pause
-        first.release(after=stream)
-        second = pool.acquire("second", 4096)
-        assert second.place == place
-        own = second.tensor(torch.uint8, 4096)
-        own.fill_(turn)
-        stream.synchronize()
-        assert int(own.min()) == int(own.max()) == turn
-        second.release()
-    assert pool.stats().waits == 20
 
 
 def test_a_dropped_lease_counts_as_used_in_its_stream(pool: Pool) -> None:
@@ -132,7 +114,7 @@ def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
         with pytest.raises(CaptureError, match=r"acquire of key 'x' \(4096 bytes\) while .* would have to grow"):
             pool.acquire("x", 4096)
     assert pool.stats() == before
-    assert not {"malloc_device", "stream_synchronize"} & set(calls.since())
+    assert not {"malloc_device", "mem_create", "stream_synchronize"} & set(calls.since())
     pool.acquire("x", 4096, elsewhere).release()
     with graph:
         lease = pool.acquire("x", 4096)
@@ -142,10 +124,11 @@ def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
     pool.expect_no_leases()
 
 
-def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any) -> None:
+@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
+def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any, upstream: str) -> None:
     """torch's memory would belong to the graph; ours does not."""
     beside = core.Stream("beside", 0)
-    ours, torchs = Pool("cuda"), Pool("torch")
+    ours, torchs = Pool(upstream), Pool("torch")
     with Graph(library):
         lease = ours.acquire("x", 4096, beside)
         with pytest.raises(CaptureError, match="a slab of .* while a CUDA graph is captured in the current stream"):
@@ -192,8 +175,13 @@ def test_a_lease_is_not_released_in_a_capture_but_after_it(pool: Pool, library: 
     pool.expect_no_leases()
 
 
-def test_a_lease_dropped_in_a_capture_stays(pool: Pool, library: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_lease_dropped_in_a_capture_stays(
+    pool: Pool, library: Any, capfd: pytest.CaptureFixture[str], is_planned: bool
+) -> None:
     """Replays use its bytes, and nobody can know until when."""
+    if is_planned:
+        pool.adopt(Plan.of("step", {"dropped": 4096, "other": 4096}, {"dropped": [(0, 1)], "other": [(1, 2)]}))
     lease = pool.acquire("dropped", 4096)
     place = lease.place
     with Graph(library):
@@ -202,17 +190,20 @@ def test_a_lease_dropped_in_a_capture_stays(pool: Pool, library: Any, capfd: pyt
     pool.check()
     with pytest.raises(LeaseLeak, match="1 leases are live: 'dropped'"):
         pool.expect_no_leases()
+    with pytest.raises(KeyBusy, match="held by a live lease 'dropped' of 4096 bytes"):
+        pool.acquire("dropped", 4096)
     other = pool.acquire("other", 4096)
     assert other.place != place
     other.release()
 
 
-def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None:
+@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
+def test_no_memory_left_empties_caches_and_tries_once_more(library: Any, upstream: str) -> None:
     library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 3 * SLAB)
     hoarder = Pool("cuda")
     hoarder.acquire("big", 2 * SLAB).release()
     assert hoarder.stats().reserved_bytes == 2 * SLAB
-    pool = Pool("cuda")
+    pool = Pool(upstream)
     lease = pool.acquire("big", 2 * SLAB)  # fits only when the hoarder's slab is given back
     assert hoarder.stats().reserved_bytes == 0
     with pytest.raises(PoolError) as caught:
@@ -225,18 +216,76 @@ def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None
     pool.acquire("fits", 2 * SLAB).release()
 
 
-def test_other_failures_of_an_allocation_are_named() -> None:
-    pool = Pool("cuda")
-    plan_cuda_fault("malloc_device", error=719)
-    with pytest.raises(DeviceError, match="malloc_device failed: unspecified launch failure"):
+@pytest.mark.parametrize(("upstream", "call"), [("cuda", "malloc_device"), ("vmm", "mem_create"), ("vmm", "mem_map")])
+def test_other_failures_of_an_allocation_are_named(upstream: str, call: str) -> None:
+    pool = Pool(upstream)
+    plan_cuda_fault(call, error=719)
+    with pytest.raises(DeviceError, match=f"{call} failed: unspecified launch failure"):
         pool.acquire("x", 100)
     pool.acquire("x", 100).release()
     pool.check()
 
 
-def test_memory_goes_back_to_the_device(library: Any) -> None:
+def test_virtual_memory_comes_in_whole_pieces(library: Any) -> None:
+    """Of 2 MiB, all of which the pool hands out."""
     before = library.fake_cuda_allocated_bytes()
-    pool = Pool("cuda")
+    pool = Pool("vmm", min_slab_bytes=0)
+    leases = [pool.acquire(key, 1 << 20) for key in "ab"]
+    assert leases[0].place == (0, 0) and leases[1].place == (0, 1 << 20)
+    assert pool.stats().reserved_bytes == library.fake_cuda_allocated_bytes() - before == 2 << 20
+    pool.acquire("c", (2 << 20) + 1).release()
+    assert pool.stats().reserved_bytes == library.fake_cuda_allocated_bytes() - before == 6 << 20
+    assert pool.trim() == 4 << 20
+
+
+def test_a_pool_sleeps_behind_its_last_uses_and_wakes_at_its_addresses(library: Any) -> None:
+    """Slabs with leases stay awake. Without memory to wake all, the pool sleeps on, and a later wake goes on."""
+    before = library.fake_cuda_allocated_bytes()
+    pool = Pool("vmm")
+    late = core.Stream("late", 0)
+    kept, *leases = [pool.acquire(key, SLAB) for key in "abc"]
+    places = {lease.key: (lease.place, lease.data_ptr) for lease in leases}
+    late.pause(0.05)
+    for lease in leases:
+        late.fill(lease.tensor(torch.uint8, SLAB), 255)  # would be a crash if the memory were gone
+        done = late.record()
+        lease.release(after=done)
+    assert pool.sleep() == pool.stats().sleeping_bytes == 2 * SLAB
+    assert done.query()
+    assert library.fake_cuda_allocated_bytes() - before == SLAB
+    kept.tensor(torch.uint8, SLAB).fill_(1)
+    with pytest.raises(PoolError, match="acquire of key 'b' while the pool sleeps"):
+        pool.acquire("b", SLAB)
+    assert reclaim_memory(0).startswith("pools gave back 0 ") and pool.trim() == pool.sleep() == 0
+    library.fake_cuda_set_capacity(before + 2 * SLAB)
+    for _ in range(2):
+        with pytest.raises(PoolError, match=f"waking a slab of {SLAB} bytes on cuda:0: out of memory"):
+            pool.wake()
+        assert pool.stats().sleeping_bytes == SLAB
+    library.fake_cuda_set_capacity(before + 3 * SLAB)
+    pool.wake()
+    again = [pool.acquire(key, SLAB) for key in "bc"]
+    assert {lease.key: (lease.place, lease.data_ptr) for lease in again} == places
+    for lease in (kept, *again):
+        lease.tensor(torch.uint8, SLAB).fill_(2)
+        lease.release()
+    assert pool.stats().sleeping_bytes == 0 and pool.trim() == 3 * SLAB
+    pool.check()
+
+
+@pytest.mark.parametrize("upstream", ["cuda", "torch"])
+def test_other_memory_cannot_sleep(upstream: str) -> None:
+    pool = Pool(upstream)
+    pool.acquire("a", 4096).release()
+    with pytest.raises(PoolError, match="cannot give memory back and keep its address; 'host', 'shm' and 'vmm' can"):
+        pool.sleep()
+    pool.acquire("a", 4096).release()
+
+
+@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
+def test_memory_goes_back_to_the_device(library: Any, upstream: str) -> None:
+    before = library.fake_cuda_allocated_bytes()
+    pool = Pool(upstream)
     tensor = pool.acquire("x", 100).tensor(torch.uint8, 100)
     assert library.fake_cuda_allocated_bytes() == before + SLAB
     del pool
@@ -247,8 +296,9 @@ def test_memory_goes_back_to_the_device(library: Any) -> None:
 
 def test_upstreams_belong_to_devices() -> None:
     core.set_posing(False)
-    with pytest.raises(ValueError, match="'torch' and 'cuda' for cuda devices"):
-        Pool("torch", device="cpu")
+    for upstream in ("torch", "vmm"):
+        with pytest.raises(ValueError, match="'torch', 'cuda' and 'vmm' for cuda devices"):
+            Pool(upstream, device="cpu")
     core.set_posing(True)
     with pytest.raises(ValueError, match="'host' and 'shm' are for the cpu"):
         Pool("host", device="cuda")

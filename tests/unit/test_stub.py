@@ -16,7 +16,7 @@ def test_the_stub_is_what_the_module_binds() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
-        ("offset_bytes: Final[int]", "offset_bytes: int", ["Lease.offset_bytes"]),
+        ("data_ptr: Final[int]", "data_ptr: int", ["Lease.data_ptr"]),
         ("def fold(", "def unfold(", ["fold", "unfold"]),
         ("def holds(self, tensor: Any) -> bool", "def holds(self, tensor: Any) -> list[str]", ["Pool.holds"]),
         ("stages_inputs: bool = False", "stages_inputs: bool = True", ["LocalWorld.__init__"]),

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 # tools/doctor.py and __main__.py need torch, the others do not.
 REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "toolchain")]
 REAL += ["_version.py", "errors.py", "comm/nccl_library.py", "__main__.py"]
-REAL += ["tools/checkpoint.py", "tools/doctor.py", "tools/flight.py"]
+REAL += [f"tools/{name}.py" for name in ("checkpoint", "doctor", "flight", "plan", "tetris")]
 
 MODULE = """
 #include <Python.h>

@@ -409,7 +409,7 @@ class Communicator:
     def _partial_bytes(self) -> int:
         return 0
 
-    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
+    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
         """Sums are whole after one operation: there is nothing to prepare."""
 
     def _begin_capture(self) -> None:

@@ -40,6 +40,7 @@ from bucketwheel.device import CPU, torch_device
 from bucketwheel.errors import Error
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
+from bucketwheel.pool.slots import Slot, Slots, plan_slots
 
 __all__ = ["REPLICAS_MARK", "Reducer", "ReplicaReduction", "Replicas", "reducer_of"]
 
@@ -55,6 +56,8 @@ class Reducer(Protocol):
     def device(self) -> int: ...
     @property
     def sees_peers(self) -> bool: ...
+    @property
+    def is_registered(self) -> bool: ...
     @property
     def max_payload_bytes(self) -> int: ...
     @property
@@ -72,9 +75,9 @@ class Reducer(Protocol):
     def exchange(self, payload: bytes) -> list[bytes]: ...
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle: ...
     def _reduce_scatter_into(self, full: Tensor, sink: Any) -> Handle: ...
-    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
-        """Make memory for the partial sums of ``count`` buckets at once. ``buckets``: the elements of a shard and the
-        dtype of each bucket that there is."""
+    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
+        """Make memory for the partial sums of ``limit`` buckets at once. ``buckets``, in the order of their launches: what
+        `_reduce_scatter_into` will be given as ``sink``, the elements of a shard, and the dtype."""
 
     def _begin_capture(self) -> None:
         """The next bucket belongs to another CUDA graph, or to none: it waits for no operation of those before."""
@@ -105,8 +108,12 @@ class Replicas:
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
-        # Buffers, the one that has been in use for longest first. Made by _prepare_sums, and where all are busy.
-        self._partials: list[_Partial] = []
+        self.is_registered = False
+        # Where partial sums are by plan, by the sink of their bucket. Made by _prepare_sums, until _free_sums.
+        self._slots: Slots | None = None
+        self._partials: dict[Any, _Partial] = {}
+        # Leases of those that found no slot, and the last operation that uses each. Until that is ordered.
+        self._on_side: list[tuple[Lease, Handle]] = []
         # Reductions whose second or third operation is not issued, in the order of the buckets.
         self._waiting: collections.deque[ReplicaReduction] = collections.deque()
         self._last: Handle | None = None  # the last operation issued, for _takes_turns; None in a new graph
@@ -240,44 +247,60 @@ class Replicas:
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 
-    def _prepare_sums(self, buckets: Iterable[tuple[int, torch.dtype]], count: int) -> None:
-        self._free_sums()
-        self._kinds = sorted({(_sum_dtype(dtype), numel) for numel, dtype in buckets}, key=str)
-        self._partials = [self._new_partial() for _ in range(count)] if self._kinds else []
+    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
+        if self._slots is not None:
+            self._free_sums()
+            self._replicate.pool.trim()  # slots of other sizes come
+        kinds = [(sink, numel, _sum_dtype(dtype)) for sink, numel, dtype in buckets]
+        sizes = [self._padded(numel) * dtype.itemsize for _, numel, dtype in kinds]
+        turns = [(number, min(number + limit, len(sizes))) for number in range(len(sizes))]
+        self._slots = Slots.leased(plan_slots("sums", sizes, turns), self._replicate.pool)
+        for number, (sink, numel, dtype) in enumerate(kinds):
+            self._partials[sink] = self._partial_in(self._slots.slot(number), numel, dtype)
 
-    def _new_partial(self) -> _Partial:
-        size_bytes = max(self._padded(numel) * dtype.itemsize for dtype, numel in self._kinds)
-        lease = self._replicate.pool.acquire("", size_bytes)
-        memory = {kind: lease.tensor(kind[0], (self._padded(kind[1]),)) for kind in self._kinds}
-        sinks = {kind: _storing_sink(memory[kind].narrow(0, 0, kind[1]), self.device) for kind in self._kinds}
-        return _Partial(lease, memory, sinks)
+    def _partial_in(self, memory: Lease | Slot, numel: int, dtype: torch.dtype) -> _Partial:
+        full = memory.tensor(dtype, (self._padded(numel),))
+        return _Partial(memory, full, numel, _storing_sink(full.narrow(0, 0, numel), self.device))
 
     def _padded(self, numel: int) -> int:
         """The elements of a shard and padding: a multiple of the replicas."""
         return -(-numel // self._replicate.size) * self._replicate.size
 
-    def _free_partial(self) -> _Partial:
-        """The one that has been in use for longest; the reduce-scatter waits for its last use, this thread does not."""
+    def _take_partial(self, sink: Any) -> tuple[_Partial, Handle | None]:
+        """Where the sums of the bucket with this ``sink`` go, and what the reduce-scatter waits for; this thread does not."""
         self._advance()
-        partial = self._partials[0]
-        if partial.is_busy or (self._defers and partial.used_by is not None and not partial.used_by.is_ordered()):
-            partial = self._new_partial()
-        else:
-            del self._partials[0]
-        self._partials.append(partial)
-        return partial
+        self._free_side()
+        partial, slots = self._partials[sink], self._slots
+        assert slots is not None and isinstance(partial.memory, Slot)
+        last = partial.memory.last_use()
+        if partial.memory.is_free and (last is None or not self._defers or last.is_ordered()):
+            partial.memory.take()
+            return partial, last
+        pool, full = self._replicate.pool, partial.full
+        pool.reserve(full.nbytes, slab_bytes=max(slots.sizes))
+        return self._partial_in(pool.acquire("", full.nbytes), partial.numel, full.dtype), None
+
+    def _give_partial(self, partial: _Partial, last: Handle) -> None:
+        """``last``: the last operation that reads or writes it."""
+        if isinstance(partial.memory, Slot):
+            partial.memory.release(after=last)
+        else:  # somebody else would wait for the peers
+            self._on_side.append((partial.memory, last))
+
+    def _free_side(self) -> None:
+        for lease, last in self._on_side:
+            if last.is_ordered():
+                lease.release(after=last)
+        self._on_side = [one for one in self._on_side if one[0].is_live]
 
     def _reduce_scatter_into(self, full: Tensor, sink: Any) -> ReplicaReduction:
         """Sums ``full`` over all ranks and feeds this rank's part to ``sink``; [Note: reducing with replicas]."""
-        numel = full.numel() // self.shard.size
-        partial = self._free_partial()
-        partial.is_busy = True
+        partial, used_by = self._take_partial(sink)
         last = self._last if self._takes_turns else None
-        after = [handle for handle in (partial.used_by, last) if handle is not None]
+        after = [handle for handle in (used_by, last) if handle is not None]
         with self._failing_as_one():
-            kind = (_sum_dtype(full.dtype), numel)
-            first = self.shard._reduce_scatter_into(full, partial.sinks[kind], after=after)
-            reduction = ReplicaReduction(self, first, partial, sink, kind)
+            first = self.shard._reduce_scatter_into(full, partial.sink, after=after)
+            reduction = ReplicaReduction(self, first, partial, sink)
             self._waiting.append(reduction)
             self._advance()
         return reduction
@@ -297,22 +320,24 @@ class Replicas:
 
     @property
     def _partial_bytes(self) -> int:
-        return sum(partial.lease.nbytes for partial in self._partials)
+        planned = 0 if self._slots is None else self._slots.plan.total_bytes
+        return planned + sum(lease.nbytes for lease, _ in self._on_side)
 
     def _begin_capture(self) -> None:
         """[Note: captured windows]"""
         self._last = None
-        for partial in self._partials:
-            partial.used_by = None
+        if self._slots is not None:
+            self._slots.forget()
 
     def _free_sums(self) -> None:
-        """What is not issued to the end never will be."""
-        for reduction in self._waiting:
-            reduction._partial.used_by = reduction.steps[-1]
-        self._waiting.clear()
-        for partial in self._partials:
-            partial.lease.release(after=partial.used_by)
+        """What is not issued to the end never will be; but operations that are issued own what they write, to their end."""
+        self._free_side()
+        if self._slots is not None:
+            self._slots.release()
+        self._slots = None
         self._partials.clear()
+        self._waiting.clear()
+        self._on_side.clear()
 
     def _release(self) -> None:
         """Local."""
@@ -321,18 +346,16 @@ class Replicas:
 
 
 _Table = list[list[list[Any]]]  # by shard group, by rank of it: a token of the rank's own, and whether it has order
-_Kind = tuple[torch.dtype, int]  # of a bucket: the dtype of its sums, and how many a shard of it has
 
 
 @dataclass
 class _Partial:
-    """Memory for partial sums: as a padded tensor, and what stores the sums of a bucket there, by the kind of bucket."""
+    """Memory for a partial sum of ``numel`` elements: as a padded tensor, and what stores the sum there."""
 
-    lease: Lease
-    memory: dict[_Kind, Tensor]
-    sinks: dict[_Kind, Any]
-    used_by: Handle | None = None  # the last operation that reads or writes it
-    is_busy: bool = False  # its reduction is not issued to the end
+    memory: Lease | Slot
+    full: Tensor
+    numel: int
+    sink: Any
 
 
 def reducer_of(shard: Communicator, replicate: Communicator | None) -> Reducer:
@@ -346,15 +369,14 @@ def reducer_of(shard: Communicator, replicate: Communicator | None) -> Reducer:
 class ReplicaReduction(Handle):
     """The handle of one bucket's three operations, and its way from one to the next."""
 
-    __slots__ = ("_replicas", "_kind", "_partial", "_sink", "steps")
+    __slots__ = ("_replicas", "_partial", "_sink", "steps")
 
-    def __init__(self, replicas: Replicas, first: Handle, partial: _Partial, sink: Any, kind: _Kind) -> None:
+    def __init__(self, replicas: Replicas, first: Handle, partial: _Partial, sink: Any) -> None:
         super().__init__(first._native, replicas.shard)  # `event`: when the bucket's memory is nobody's any more
         self.steps = [first]
         self._replicas = replicas
         self._partial = partial
         self._sink = sink
-        self._kind = kind
 
     @property
     def is_issued(self) -> bool:
@@ -362,14 +384,14 @@ class ReplicaReduction(Handle):
 
     def _issue_next(self) -> None:
         replicate, partial = self._replicas._replicate, self._partial
-        full = partial.memory[self._kind]
-        after = [self.steps[-1]]  # in: the sums are there; out: by `used_by`, which the next bucket in it waits for
+        full = partial.full
+        after = [self.steps[-1]]  # in: the sums are there; out: `_give_partial`, which the next bucket there waits for
         if len(self.steps) == 1:
             own = full.narrow(0, replicate.rank * (full.numel() // replicate.size), full.numel() // replicate.size)
             self.steps.append(reduce_scatter([own], [full], replicate, after=after))
         else:
-            self.steps.append(replicate._all_gather_to_sink(full, self._sink, self._kind[1], after=after))
-            partial.used_by, partial.is_busy = self.steps[-1], False
+            self.steps.append(replicate._all_gather_to_sink(full, self._sink, partial.numel, after=after))
+            self._replicas._give_partial(partial, self.steps[-1])
 
     def wait(self, stream: Any = None, *, timeout: float | timedelta | None = None) -> ReplicaReduction:
         """`Handle.wait`, of all three."""

@@ -1,32 +1,28 @@
 """Bucket: one contiguous [world x shard] buffer of gradients, and the place its reduced shard goes to.
 
 It gets memory when the first gradient of a window arrives and gives it back to the reduce-scatter that reads it, so
-only a few buckets have memory at any time. *Late* memory is a second one, for gradients that come after the bucket was
-launched; it is reduced when the window closes. Where the communicator's pool is registered memory, buckets take turns in
-`BucketSlots`.
+only a few buckets have memory at any time: a slot by plan, or a lease. *Late* memory is a second one, for gradients that come
+after the bucket was launched; it is reduced when the window closes.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.handle import Handle
 from bucketwheel.device import join, stream_of
-from bucketwheel.grads.graph_capture import CapturedBlock
+from bucketwheel.grads.graph_capture import CapturedSide
 from bucketwheel.layout.flat_params import ParamInfo, expect_same_memory_kind
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
+from bucketwheel.pool.slots import Slot
 
 __all__ = [
     "Acquire",
-    "BucketSlot",
-    "BucketSlots",
     "GradBucket",
     "Memory",
     "Part",
@@ -34,7 +30,7 @@ __all__ = [
     "in_memory_order",
 ]
 
-Memory = Union[Lease, "BucketSlot", CapturedBlock]
+Memory = Lease | Slot | CapturedSide
 Acquire = Callable[["GradBucket", bool], Memory]  # memory for a bucket; whether for its late round
 
 
@@ -187,109 +183,3 @@ def in_memory_order(grad: Tensor, info: ParamInfo) -> Tensor:
     if grad.stride() != info.stride and grad.numel() > 1:
         grad = grad.new_empty_strided(grad.shape, info.stride).copy_(grad)
     return grad.detach().as_strided((grad.numel(),), (1,))
-
-
-# --- bucket slots ----------------------------------------------------------------------------------------------------
-
-# [Note: bucket slots] NCCL reads the input of a reduce-scatter where it lies on the other ranks, so in registered memory
-# that must be the same place on all of them. Which bytes of a pool a bucket would get depends on the order in which
-# gradients arrive, and ranks may differ in that. They never differ in this: a window launches every bucket once, in
-# index order, and its late rounds after all of these. So bucket b is reduced from slot b % count, which all ranks
-# leased alike when the optimizer was made. Its gradients are packed there, unless another bucket has still to be
-# reduced from that slot: such a bucket is too early. (None is where gradients come roughly in the order of the
-# buckets.) What is too early or late is packed into ordinary memory and copied into the slot when it is launched.
-
-_numbers = itertools.count()  # of optimizers: what one has in flight may outlive it
-
-
-class BucketSlot:
-    """A fixed piece of registered memory. A bucket has it in the place of a `Lease` of its own."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        # The reduce-scatter that reads what lies here. Until somebody enters, who waits for it, or a capture forgets it.
-        self._reader: Handle | None = None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self._lease.place
-
-    @property
-    def nbytes(self) -> int:
-        return self._lease.nbytes
-
-    def enter(self) -> BucketSlot:
-        """The current stream waits for the reduce-scatter that reads what lies here, so that peers do not read the next bucket's
-        gradients instead.
-
-        Not for one that is over, which a stream that is captured in a CUDA graph could not wait for.
-        """
-        if self._reader is not None and (self._reader.is_captured or not self._reader.query()):
-            self._reader.wait()
-        self._reader = None
-        return self
-
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        return self._lease.tensor(dtype, shape)
-
-    def release(self, after: Handle | None = None) -> None:
-        """The next bucket may `enter`, and will wait for ``after``."""
-        self._reader = after
-
-    def end(self) -> None:
-        """Nobody enters again. Whoever wrote here since the last reduce-scatter is in the current stream."""
-        self._lease.release(after=self._reader)
-
-
-class BucketSlots:
-    """``count`` slots (or one for each bucket, if that is less) for buckets of ``sizes_bytes``. All ranks make the same."""
-
-    def __init__(self, pool: Pool, sizes_bytes: Sequence[int], count: int) -> None:
-        count = min(count, len(sizes_bytes))
-        largest = [max(sizes_bytes[first::count]) for first in range(count)]
-        number = next(_numbers)
-        self._slots = [BucketSlot(pool.acquire(f"slot/{number}/{first}", size)) for first, size in enumerate(largest)]
-        self._bucket_count = len(sizes_bytes)
-        self._next = 0  # the bucket that this window launches next; 0 again when the last one is launched
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """`Lease.place` of each."""
-        return [slot.place for slot in self._slots]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots together."""
-        return sum(slot.nbytes for slot in self._slots)
-
-    def enter(self, bucket: int) -> BucketSlot:
-        """The bucket's slot, for a bucket that is launched."""
-        return self._slots[bucket % len(self._slots)].enter()
-
-    def try_enter(self, bucket: int) -> BucketSlot | None:
-        """The bucket's slot, for its first gradients; None if it is too early."""
-        return self.enter(bucket) if bucket < self._next + len(self._slots) else None
-
-    def bring_in(self, bucket: int, memory: Memory, flat: Tensor, *, late: bool) -> tuple[BucketSlot, Tensor]:
-        """Before a bucket's launch: what is in ``flat``, of ``memory``, in its slot."""
-        assert late or bucket == self._next, (bucket, self._next)
-        slot = self._slots[bucket % len(self._slots)]
-        if not isinstance(memory, BucketSlot):
-            flat = slot.enter().tensor(flat.dtype, flat.shape).copy_(flat)
-            memory.release()
-        if not late:
-            self._next = (bucket + 1) % self._bucket_count
-        return slot, flat
-
-    def forget_readers(self) -> None:
-        """The next window is in another CUDA graph, or in none: what has read the slots is behind the stream that closed the
-        last window, or will never run."""
-        self._next = 0
-        for slot in self._slots:
-            slot.release()
-
-    def release(self) -> None:
-        """Gives the memory back to the pool; behind what the current stream has."""
-        for slot in self._slots:
-            slot.end()
-        self._slots.clear()

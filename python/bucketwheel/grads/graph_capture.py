@@ -1,4 +1,4 @@
-"""Graph capture: sync windows that are part of a CUDA graph, and the memory of their buckets.
+"""Graph capture: sync windows that are part of a CUDA graph.
 
 [Note: captured windows] A window that begins while the current stream is captured ends in the same capture. It enqueues what
 any window does; the graph has it, with the addresses, and nothing of it runs before a replay. So:
@@ -6,9 +6,9 @@ any window does; the graph has it, with the addresses, and nothing of it runs be
 - Nothing that a captured window reads is from outside: no gradient, no pending factor, no event. Replays come behind
   whatever their stream holds, and an eager window is joined to the stream that has closed it.
 - A bucket's memory is torch's, from the memory that belongs to the graph, and not the pool's, which would give it to
-  somebody else between two replays. It stays with the optimizer: graphs that write the same parameters never run at
-  once, so the next capture takes it again. Within a capture a block goes on from bucket to bucket behind the event of
-  its last reader, as a lease does.
+  somebody else between two replays. The slots stay with the optimizer: graphs that write the same parameters never run at
+  once, so the next capture takes them again. Within a capture bytes go on from bucket to bucket behind the event of their
+  last reader, as those of a lease do.
 - The host learns nothing of replays. What it knows of the shards is what it was at the end of the capture, which is what
   each replay leaves. Factors and sums are the device's once there has been a capture: what the host does to gradients
   between windows goes there as it is done, and nothing that was computed outside of a capture is taken for its own.
@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.handle import Handle
-from bucketwheel.device import torch_device
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
 
-__all__ = ["CapturedBlock", "CapturedBlocks", "Captures", "WindowState"]
+__all__ = ["CapturedSide", "Captures", "WindowState"]
 
 
 class WindowState(enum.Enum):
@@ -41,64 +39,20 @@ class WindowState(enum.Enum):
     CAPTURED = "captured"  # as EAGER, and part of a CUDA graph; also left when it is lost and forgotten
 
 
-class CapturedBlock:
-    """What a bucket of a captured window has in the place of a `Lease`."""
+class CapturedSide:
+    """What a bucket of a captured window has on the side, in the place of a `Lease`. Nobody has it after that bucket: its
+    tensor lives to the end of the window, so that the graph has it that long."""
 
-    def __init__(self, nbytes: int, device: int, free: list[CapturedBlock]) -> None:
-        self._device = device
-        self._free = free
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=torch_device(device))
-        self.last_use: Any = None  # a native event of the capture that goes on; until that window ends
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.numel()
-
-    def enter(self) -> CapturedBlock:
-        """The current stream waits for the last bucket's use."""
-        if self.last_use is not None:
-            core.current_stream(self._device).wait(self.last_use)
-        return self
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.nbytes = memory.nbytes
+        self.is_live = True
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        (numel,) = shape
-        return self._memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+        return self._memory.view(dtype)
 
-    def release(self, after: Handle | None = None) -> None:
-        """The next bucket may have it, behind ``after``, or what the current stream holds."""
-        self.last_use = core.current_stream(self._device).record() if after is None else after.event
-        self._free.append(self)
-
-
-class CapturedBlocks:
-    """The bucket memory of one optimizer's captured windows; each block is as large as the largest bucket."""
-
-    def __init__(self, device: int, block_bytes: int) -> None:
-        self._device = device
-        self._block_bytes = block_bytes
-        self._all: list[CapturedBlock] = []
-        self._free: list[CapturedBlock] = []
-
-    def take(self) -> CapturedBlock:
-        if self._free:
-            return self._free.pop(0).enter()  # the one that has been free for longest
-        block = CapturedBlock(self._block_bytes, self._device, self._free)
-        self._all.append(block)
-        return block
-
-    def end_window(self) -> None:
-        """No bucket has a block, and all uses are joined to the stream that has closed the window, or will never be."""
-        self._free[:] = self._all
-        for block in self._all:
-            block.last_use = None
-
-    def clear(self) -> None:
-        self._all.clear()
-        self._free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._all)
+    def release(self, after: Any = None) -> None:
+        self.is_live = False
 
 
 class Captures:

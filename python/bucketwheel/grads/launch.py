@@ -1,6 +1,16 @@
 """Launch: the reduce-scatters of a window's buckets, the memory that these read, and how much of it there may be.
 
 Carries out what the schedule decides (csrc/plan/schedule.h).
+
+[Note: bucket slots] A bucket has a slot, by a plan for gradients that come in the order of the buckets (`window_plan`). Its
+slot is not for it while another bucket uses some of these bytes, nor while one has still to be launched from them: such a
+bucket is *too early*. What finds no slot, and what is late, has memory on the *side*.
+
+In registered memory a bucket is reduced from its slot and from nowhere else: NCCL reads the input of a reduce-scatter where it
+lies on the other ranks, so that must be the same place on all of them. Which bytes of a pool a bucket would get depends
+on the order in which gradients arrive, and ranks may differ in that. They never differ in this: a window launches every
+bucket once, in index order, and its late rounds after all of these. So what was packed on the side is copied into the slot
+when it is launched, and there bytes go on to the next bucket whether peers have read them or not: the stream waits.
 """
 
 from __future__ import annotations
@@ -15,13 +25,16 @@ from torch import Tensor
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.device import join, stream_of, torch_device
-from bucketwheel.grads.bucket import BucketSlot, BucketSlots, GradBucket, Memory
-from bucketwheel.grads.graph_capture import CapturedBlock, CapturedBlocks
+from bucketwheel.grads.bucket import GradBucket, Memory
+from bucketwheel.grads.graph_capture import CapturedSide
 from bucketwheel.native import core
-from bucketwheel.pool.pool import Lease, Pool
+from bucketwheel.pool.placement import aligned
+from bucketwheel.pool.pool import Pool
+from bucketwheel.pool.slots import Slot, Slots
 
 __all__ = ["Launcher", "Reductions"]
 
+_LEAST_SIDE_SLAB_BYTES = 1 << 20  # small buckets on the side share one
 _MEMORY_WINDOWS = 4  # how long ranks are taken to run different graphs after a window in which they did
 
 # How long the hooks of a window wait for memory before they take more ([Note: soft bound]): at first, and if peers never
@@ -38,8 +51,8 @@ class Reductions:
     loss all-reduce before ``step``). So nobody waits without a limit, and a rank that is ahead takes more memory instead:
 
     - On the CPU a hook waits for a moment. If that is in vain it takes more memory, and does not wait again in this
-      window; each window that has waited in vain halves the patience of the next. A bucket's lease ends when its handle
-      has completed and not before, so that an acquire never waits for it.
+      window; each window that has waited in vain halves the patience of the next. Memory goes on when its handle has
+      completed and not before, so that taking it never waits.
     - On CUDA nobody waits. The memory of a reduce-scatter that all ranks have issued goes to the next bucket at once, which
       the stream orders behind it. One that a peer has yet to issue keeps its memory: the stream would wait for that peer.
     - On CUDA between hosts (``is_blind``: not `Communicator.sees_peers`) a rank does not see what the others have issued.
@@ -51,16 +64,17 @@ class Reductions:
     at most.
     """
 
-    def __init__(self, device: int, limit: int, *, is_blind: bool = False) -> None:
+    def __init__(self, device: int, limit: int, *, is_blind: bool = False, is_registered: bool = False) -> None:
         self._device = device
         self._limit = limit
         self._is_blind = is_blind
+        self._is_registered = is_registered  # [Note: bucket slots]
         # What has been launched and may still hold memory. An entry goes when its memory is given on.
-        self._running: list[tuple[Handle, Lease | CapturedBlock]] = []
+        self._running: list[tuple[Handle, Memory]] = []
         # The last one of the window, also if it holds no memory any more. Until the window has waited for it.
         self._last: Handle | None = None
-        self._leases: list[Lease] = []  # those that are live, and perhaps some that were
-        self.peak_bytes = 0  # the most that was leased at once, ever
+        self._held: list[Memory] = []  # of buckets: what is live, and perhaps some that was
+        self.peak_bytes = self.side_peak_bytes = 0  # the most that was live at once, ever; of that on the side
         # CPU: how long a hook waits, whether it does (until one of the window has waited in vain), and whether the window is
         # closing, so that all ranks launch the same. The last two are set anew at the end of a window.
         self.patience_s = _MOST_PATIENCE_S
@@ -69,46 +83,48 @@ class Reductions:
         self._uneven_windows = 0  # between hosts: in how many more windows memory stays where it is
 
     @property
-    def live(self) -> list[Lease]:
+    def live(self) -> list[Memory]:
         """The memory that buckets have now: of gradients that gather, and of reduce-scatters."""
-        self._leases = [lease for lease in self._leases if lease.is_live]
-        return self._leases
+        self._held = [memory for memory in self._held if memory.is_live]
+        return self._held
 
-    def lease(self, pool: Pool, bucket: GradBucket, late: bool) -> Lease:
-        """Memory for a bucket, once there is room."""
-        self.make_room()
-        lease = bucket.lease_of(pool, late)
-        self._leases = [*self.live, lease]
-        self.peak_bytes = max(self.peak_bytes, sum(one.nbytes for one in self._leases))
-        return lease
+    @property
+    def live_bytes(self) -> tuple[int, int]:
+        """As pools count them: of all of `live`, and of those on the side."""
+        in_slots = sum(memory.nbytes for memory in self.live if isinstance(memory, Slot))
+        on_side = sum(aligned(memory.nbytes, 512) for memory in self.live if not isinstance(memory, Slot))
+        return in_slots + on_side, on_side
+
+    def hold(self, memory: Memory) -> Memory:
+        """A bucket has it from now on."""
+        self._held = [*self.live, memory]
+        now, on_side = self.live_bytes
+        self.peak_bytes, self.side_peak_bytes = max(self.peak_bytes, now), max(self.side_peak_bytes, on_side)
+        return memory
 
     def add(self, handle: Handle, memory: Memory) -> None:
         self._last = handle
-        if isinstance(memory, BucketSlot):  # the next bucket has no other
-            memory.release(after=handle)
-        else:
-            self._running.append((handle, memory))
+        self._running.append((handle, memory))
 
-    def make_room(self) -> None:
-        """[Note: soft bound]"""
+    def make_room(self, wanted: Slot | None = None) -> None:
+        """[Note: soft bound] ``wanted``: where the bucket is to lie."""
         if self._device < 0:
-            self._wait_for_room()
-        elif not self._uneven_windows:
-            self._retire(keep=self._limit - 1)
+            self._wait_for_room(wanted)
+        elif not self._uneven_windows or self._is_registered:
+            self._retire(self._limit - 1, wanted)
 
-    def _wait_for_room(self) -> None:
-        self._retire()
-        if not self.is_patient and not self._is_closing:
+    def _wait_for_room(self, wanted: Slot | None) -> None:
+        in_way = self._retire(self._limit - 1, wanted)
+        if in_way is None or not (self.is_patient or self._is_closing):
             return
         deadline = time.monotonic() + (_CLOSING_PATIENCE_S if self._is_closing else self.patience_s)
-        while len(self._running) >= self._limit and time.monotonic() < deadline:
-            self._running[0][0].await_order(max(deadline - time.monotonic(), 0.0))
-            self._retire()
-        has_room = len(self._running) < self._limit
+        while in_way is not None and time.monotonic() < deadline:
+            in_way.await_order(max(deadline - time.monotonic(), 0.0))
+            in_way = self._retire(self._limit - 1, wanted)
         if self._is_closing:
-            self._is_closing = has_room
+            self._is_closing = in_way is None
         else:
-            self.is_patient = has_room
+            self.is_patient = in_way is None
 
     def begin_close(self) -> None:
         """All ranks launch what is left of the window now, so room is worth waiting for."""
@@ -139,26 +155,34 @@ class Reductions:
         self.is_patient = True
         self._is_closing = False
 
-    def _retire(self, keep: int = 0) -> None:
-        """Ends the leases of the reduce-scatters that are done, or, on CUDA, in a stream that the next owner can wait for.
+    def _retire(self, keep: int = 0, wanted: Slot | None = None) -> Handle | None:
+        """Gives on the memory of the reduce-scatters that are done or, on CUDA, in a stream that the next owner can wait for.
+        Returns the first that is not.
 
-        The last ``keep`` stay: the next owner of their memory would wait for what has only just begun.
+        The last ``keep`` stay, for the next owner would wait for what has only just begun; unless they have bytes that are
+        ``wanted``.
         """
-        last = max(len(self._running) - keep, 0)
+        last = len(self._running) - keep
+        in_way: Handle | None = None
         left = []
-        for handle, memory in self._running[:last]:
-            if handle.is_ordered():
+        for number, (handle, memory) in enumerate(self._running):
+            is_wanted = wanted is not None and wanted.shares_bytes(memory)
+            if number >= last and not is_wanted:
+                left.append((handle, memory))
+            elif handle.is_ordered() or (is_wanted and self._is_registered):
                 memory.release(after=handle)
             else:
                 left.append((handle, memory))
-        self._running = left + self._running[last:]
+                in_way = in_way or handle
+        self._running = left
+        return in_way
 
 
 class Launcher:
     """The buckets of one rank on their way to the shards. Not thread-safe.
 
-    ``arrivals``: the native hooks, which are told where buckets gather. ``slots``: where the communicator's pool is
-    registered memory, [Note: bucket slots].
+    ``arrivals``: the native hooks, which are told where buckets gather. ``slots``: [Note: bucket slots], in the
+    communicator's pool.
     """
 
     def __init__(
@@ -167,22 +191,30 @@ class Launcher:
         buckets: Sequence[GradBucket],
         arrivals: Any,
         *,
-        slots: BucketSlots | None,
+        slots: Slots,
         max_inflight: int,
     ) -> None:
         self._comm = comm
+        self._device = torch_device(comm.device)
         self._is_on_cpu = comm.device < 0
         self._buckets = list(buckets)
         self._arrivals = arrivals
-        self._slots = slots
-        self.pool = comm.pool if slots is None else Pool(device=torch_device(comm.device))
-        self.reductions = Reductions(comm.device, max_inflight, is_blind=not comm.sees_peers)
-        self._captured = CapturedBlocks(comm.device, max((bucket.nbytes for bucket in self._buckets), default=0))
+        self.slots = slots
+        self._is_registered = comm.is_registered
+        self.pool = Pool(device=self._device) if comm.is_registered else comm.pool  # of memory on the side
+        self.reductions = Reductions(
+            comm.device, max_inflight, is_blind=not comm.sees_peers, is_registered=comm.is_registered
+        )
+        self._launched = 0  # how many buckets of the window are, late rounds aside; until the next window
+        # Of captured windows; where memory is not registered made by the first. And what one has on the side, until it ends.
+        self._captured_slots: Slots | None = slots if comm.is_registered else None
+        self._captured_side: list[CapturedSide] = []
         # CUDA: the stream in which the shards were prepared for the sums of the window. Set anew by each window.
         self._prepared_in: torch.cuda.Stream | None = None
 
     def begin_window(self, device: torch.device, *, is_captured: bool) -> None:
         """A window opens. The current stream has prepared the shards for its sums."""
+        self._launched = 0
         if not self._is_on_cpu:
             self._prepared_in = stream_of(device)
         if is_captured:  # [Note: captured windows]
@@ -204,18 +236,46 @@ class Launcher:
 
     def _acquire(self, bucket: GradBucket, late: bool) -> Memory:
         """Memory for gradients that arrive."""
-        slot = None if self._slots is None or late else self._slots.try_enter(bucket.index)
-        return slot if slot is not None else self._lease(bucket, late)
+        if late:  # a bucket that has still to be launched would find its bytes in use
+            is_early = self._is_registered or self._launched < len(self._buckets)
+        else:
+            is_early = self._slots_now().shares_with[bucket.index] >= self._launched
+        return self._acquire_on_side(bucket, late) if is_early else self._acquire_to_launch(bucket, late)
 
     def _acquire_to_launch(self, bucket: GradBucket, late: bool) -> Memory:
-        """Memory for a bucket that is launched without any."""
-        return self._slots.enter(bucket.index) if self._slots is not None else self._lease(bucket, late)
+        """Memory for a bucket that is the next one to be launched, or whose memory is as free as if it were."""
+        slot = self._slots_now().slot(bucket.index)
+        self.reductions.make_room(slot)
+        if slot.try_enter():
+            return self.reductions.hold(slot)
+        return self._acquire_on_side(bucket, late)
 
-    def _lease(self, bucket: GradBucket, late: bool) -> Memory:
-        if not core.is_capturing(self._comm.device):
-            return self.reductions.lease(self.pool, bucket, late)
+    def _acquire_on_side(self, bucket: GradBucket, late: bool) -> Memory:
         self.reductions.make_room()
-        return self._captured.take()
+        if not core.is_capturing(self._comm.device):
+            self.pool.reserve(bucket.nbytes, slab_bytes=max(*self.slots.sizes, _LEAST_SIDE_SLAB_BYTES))
+            return self.reductions.hold(bucket.lease_of(self.pool, late))
+        self._captured_side.append(CapturedSide(torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)))
+        return self.reductions.hold(self._captured_side[-1])
+
+    def _slots_now(self) -> Slots:
+        if not core.is_capturing(self._comm.device):
+            return self.slots
+        if self._captured_slots is None:  # [Note: captured windows]
+            nbytes = self.slots.plan.total_bytes
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._captured_slots = Slots(self.slots.plan, memory, self._comm.device)
+        return self._captured_slots
+
+    def _bring_in(self, bucket: GradBucket, memory: Memory, flat: Tensor) -> tuple[Memory, Tensor]:
+        """What was packed on the side, in the bucket's slot."""
+        slot = self.slots.slot(bucket.index)
+        self.reductions.make_room(slot)
+        is_entered = slot.try_enter()
+        assert is_entered, bucket.index
+        flat = slot.tensor(flat.dtype, flat.shape).copy_(flat)
+        memory.release()
+        return self.reductions.hold(slot), flat
 
     def launch(self, action: Any) -> None:
         """Issues a bucket's reduce-scatter, which adds to the shard or replaces what it holds."""
@@ -223,8 +283,10 @@ class Launcher:
         self._arrivals.shut(bucket.index)
         self._join_streams(bucket)
         memory, flat = bucket.take(self._acquire_to_launch, action.absent, late=action.late)
-        if self._slots is not None:
-            memory, flat = self._slots.bring_in(bucket.index, memory, flat, late=action.late)
+        if self._is_registered and not isinstance(memory, Slot):
+            memory, flat = self._bring_in(bucket, memory, flat)
+        if not action.late:
+            self._launched = bucket.index + 1
         bucket.sink.begin(action.late or bucket.accumulates)
         self.reductions.add(self._comm._reduce_scatter_into(flat, bucket.sink), memory)
 
@@ -237,37 +299,43 @@ class Launcher:
 
     def end_captured(self) -> None:
         """A captured window has ended, and the current stream is behind all of it."""
-        self._captured.end_window()
+        for memory in self._captured_side:  # of a window that never ends
+            memory.release()
+        self._captured_side.clear()
         self._forget_uses()
 
     def forget_captured(self) -> None:
         """A captured window will never end."""
+        self.reductions.forget_captured()
+        self.end_captured()
         for bucket in self._buckets:
             bucket.take_streams()
             bucket.drop_memory()
-        self.reductions.forget_captured()
-        self.end_captured()
 
     def _forget_uses(self) -> None:
-        if self._slots is not None:
-            self._slots.forget_readers()
+        if self._captured_slots is not None:
+            self._captured_slots.forget()
         self._comm._begin_capture()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of buckets: now, at the most so far, in bucket slots, and of captured windows."""
+        """Bytes of buckets: by plan, now and at the most so far, of that on the side, and of captured windows."""
+        now, on_side = self.reductions.live_bytes
+        plan, has_captured = self.slots.plan, self._captured_slots not in (None, self.slots)
         return {
-            "buckets": sum(lease.nbytes for lease in self.reductions.live),
+            "planned": plan.total_bytes,
+            "load": plan.load_bytes,
+            "buckets": now,
             "buckets_peak": self.reductions.peak_bytes,
-            "slots": 0 if self._slots is None else self._slots.nbytes,
-            "captured": self._captured.nbytes,
+            "side": on_side,
+            "side_peak": self.reductions.side_peak_bytes,
+            "captured": plan.total_bytes if has_captured else 0,
         }
 
     def release(self) -> None:
-        """Gives what buckets hold back, unreduced, and registered memory."""
+        """Gives what buckets hold back, unreduced, and their slots."""
         for bucket in self._buckets:
             self._arrivals.shut(bucket.index)
             self._join_streams(bucket)
             bucket.drop_memory()
-        if self._slots is not None:
-            self._slots.release()
-        self._captured.clear()
+        self.slots.release()
+        self._captured_slots = None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.grads import agreement
-from bucketwheel.grads.bucket import BucketSlots, GradBucket, expect_gradient_of, in_memory_order
+from bucketwheel.grads.bucket import GradBucket, expect_gradient_of, in_memory_order
 from bucketwheel.grads.graph_capture import Captures, WindowState
 from bucketwheel.grads.launch import Launcher
 from bucketwheel.grads.placeholder import ShardedGrad
@@ -35,6 +35,7 @@ from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import add_hook
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
+from bucketwheel.pool.slots import Slots
 
 __all__ = ["GradWindow"]
 
@@ -60,7 +61,7 @@ class GradWindow:
         buckets: Sequence[GradBucket],
         reduced: ReducedGrads,
         *,
-        slots: BucketSlots | None,
+        slots: Slots,
         overlap: bool,
         max_inflight: int,
         is_static: bool = False,

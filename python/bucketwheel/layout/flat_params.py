@@ -132,7 +132,9 @@ class FlatParams:
         items = [PackItem(info.param.numel(), info.granularity, row_numel(info.param)) for info in self.infos]
         self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
         key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
-        self.lease: Lease = pool.acquire(key, self.packing.numel * self.dtype.itemsize)
+        nbytes = self.packing.numel * self.dtype.itemsize
+        pool.reserve(nbytes)
+        self.lease: Lease = pool.acquire(key, nbytes)
         self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,)).zero_()  # the padding
         self._slots: list[Tensor] = []
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -109,15 +109,18 @@ def _warn_of_unequal(names: Sequence[str], everyone: Sequence[bytes]) -> None:
     )
 
 
-def expect_equal_places(comm: Communicator, places: Sequence[tuple[int, int]]) -> None:
-    """RuntimeError on every rank unless registered memory lies at the same ``places`` (`Lease.place`) on all. Collective.
+def expect_equal_places(comm: Communicator, places: Mapping[str, tuple[int, int]]) -> None:
+    """RuntimeError on every rank, naming the first difference, unless these lie at the same places of registered memory on
+    all (`Lease.place`). Collective.
 
     NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
     """
-    digests = comm.exchange(hashlib.sha256(repr(list(places)).encode()).digest())
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"ranks have the optimizer's registered memory at other places, on rank {comm.rank} at {list(places)} "
-            "(slab, offset): all must make the same acquires of the communicators' pools, in one order, before the "
-            "optimizer is made, and close() the one before it"
-        )
+    everyone = comm.exchange(b"".join(struct.pack("<qq", *place) for place in places.values()))
+    by_place = zip(*(struct.iter_unpack("<qq", other) for other in everyone), strict=True)
+    for what, by_rank in zip(places, by_place, strict=True):
+        if len(set(by_rank)) > 1:
+            raise RuntimeError(
+                f"ranks have the optimizer's registered memory at other places (slab, offset): {what} at {list(by_rank)}. "
+                "All must make the same acquires of the communicators' pools, in one order, before the optimizer is made, "
+                "and close() the one before it"
+            )

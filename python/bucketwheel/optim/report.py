@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = ["bucket_bound", "describe", "describe_local", "memory_of", "memory_of_local"]
+__all__ = ["describe", "describe_local", "memory_of", "memory_of_local"]
 
 # Options of the sharded optimizer that a description names where they are another value.
 _USUAL = {
@@ -57,8 +57,8 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
 
 def memory_of_local(engine: LocalEngine) -> dict[str, int]:
     """`ShardedAdamW.memory_summary` of an optimizer of one process."""
-    names = ("params_padding", "states", "buckets", "buckets_peak", "slots", "captured", "partial_sums", "pool")
-    found = Counter[str](dict.fromkeys(names, 0))
+    of_windows = ("planned", "load", "buckets", "buckets_peak", "side", "side_peak", "captured", "partial_sums")
+    found = Counter[str](dict.fromkeys(("params_padding", "states", *of_windows, "pool"), 0))
     found["params"] = _bytes_of(info.param for info in engine.infos)
     found["grads"] = _bytes_of(info.param.grad for info in engine.infos if info.param.grad is not None)
     for name, state in ((name, tensor) for of_param in engine.states for name, tensor in of_param.items()):
@@ -75,26 +75,10 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _expected_peak(engine: ShardedEngine) -> dict[str, int]:
     """docs/memory.md: a rank's bytes at their most, by kind, where gradients come in the order of the buckets."""
     now = memory_of(engine)
-    kinds = {name: now[name] for name in ("params", "grads", "states", "slots", "partial_sums")}
-    kinds["buckets"] = bucket_bound(
-        [bucket.nbytes for bucket in engine.grads.buckets],
-        engine.options.max_inflight_buckets,
-        len(engine.spaces),
-        overlap=engine.options.overlap_grad_sync,
-        has_slots=now["slots"] > 0,
-    )
+    kinds = {name: now[name] for name in ("params", "grads", "states", "partial_sums")}
+    kinds["buckets"] = now["planned"]
     kinds["autograd"] = max((_bytes_of([info.param]) for info in engine.infos), default=0)
     return {name: nbytes for name, nbytes in kinds.items() if nbytes}
-
-
-def bucket_bound(sizes: Sequence[int], limit: int, dtypes: int, *, overlap: bool, has_slots: bool) -> int:
-    """The most bytes that buckets of these ``sizes`` have at once where gradients come in their order, beside slots.
-
-    ``limit`` - 1 are being reduced, while one of each dtype gathers; without ``overlap`` all gather. Slots have as many as
-    ``limit`` says; only what is too early for its slot has other memory.
-    """
-    alive = limit - 1 + dtypes if overlap else len(sizes)
-    return sum(sorted(sizes, reverse=True)[: max(alive - limit, 0) if has_slots else alive])
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -126,7 +110,7 @@ def describe(engine: ShardedEngine) -> str:
     in_one_box = sum(
         space.packing.has_one_box(space.packed_at(i)) for space in engine.spaces for i in space.indices if i >= 0
     )
-    peak = _expected_peak(engine)
+    peak, plan = _expected_peak(engine), engine.grads.launcher.slots.plan
     kinds = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in peak.items())
     lines = [
         ranks,
@@ -135,7 +119,8 @@ def describe(engine: ShardedEngine) -> str:
         *_table(rows),
         f"total: {len(engine.infos)} parameters, {in_one_box} in one box a rank, {numel - padding:,} elements, "
         f"{100 * padding / max(numel, 1):.1f} % padding, {len(engine.grads.buckets)} buckets",
-        f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds})",
+        f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds}); buckets by plan: {_size(plan.total_bytes)}, "
+        f"load {_size(plan.load_bytes)}",
     ]
     return "\n".join(lines)
 

@@ -606,9 +606,9 @@ class ShardedAdamW(Optimizer):
         - ``params``: flat memory, of which ``params_padding`` belong to no parameter
         - ``grads``: gradient shards; locally the gradients there are
         - ``states``: all, and each that there is by its name, such as ``exp_avg``
-        - ``pool``: reserved by the communicators' pools beside ``params``, for ``buckets`` (those alive now) of
-          ``buckets_peak`` (the most so far), ``slots`` of registered memory, and ``partial_sums`` with a ``replicate_group``
-        - ``captured``: buckets of CUDA graphs
+        - ``pool``: reserved by the communicators' pools beside ``params``: ``planned`` for buckets, of which ``load`` are in use
+          at once, what is on the ``side`` (``side_peak``: at most), and ``partial_sums`` with a ``replicate_group``
+        - ``buckets``, ``buckets_peak``: those alive now, the most so far; ``captured``: those of CUDA graphs
         - ``bookkeeping``: step counts, factors, flags, sums of squares
         """
         return self._engine.memory()

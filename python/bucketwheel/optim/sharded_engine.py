@@ -211,19 +211,18 @@ class ShardedEngine:
             space = self._space_of(info.index)
             reduced.add_param(info, space.packing, space.packed_at(info.index), cut.pieces[info.index])
             states.append(space.state_of(info.index))
-        slots = None
-        if self.comm.is_registered:
-            slots = lease_slots(self.comm, self.spaces, cut.buckets, options.max_inflight_buckets)
-        kinds = ((bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
-        self.reducer._prepare_sums(kinds, options.max_inflight_buckets)
+        limit, overlap = options.max_inflight_buckets, options.overlap_grad_sync
+        slots = lease_slots(self.comm, self.spaces, cut.buckets, limit=limit, overlap=overlap)
+        kinds = ((bucket.grads.sink, bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
+        self.reducer._prepare_sums(kinds, limit)
         grads = GradWindow(
             self.reducer,
             self.infos,
             [bucket.grads for bucket in cut.buckets],
             reduced,
             slots=slots,
-            overlap=options.overlap_grad_sync,
-            max_inflight=options.max_inflight_buckets,
+            overlap=overlap,
+            max_inflight=limit,
             is_static=options.static_graph,
             is_capturable=options.capturable,
         )
@@ -253,6 +252,8 @@ class ShardedEngine:
         self._unfrozen.release([info.param for info in new])
         old.grads.remove()
         indices = self._keep(kept)
+        if not self.comm.is_registered:  # what is registered stays
+            self.comm.pool.trim()  # slots of other sizes come
         self._take_in(new)
         self._assembly = self._assemble()
         self.reduced.carry_over(old.reduced, indices)

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, torch_device
-from bucketwheel.grads.bucket import BucketSlots, GradBucket, Part
+from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
+from bucketwheel.grads.window_plan import plan_window
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.packing import BucketPlan, plan_buckets
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core
 from bucketwheel.optim.rank_checks import expect_equal_places
+from bucketwheel.pool.plan import expect_equal_plans
+from bucketwheel.pool.slots import Slots
 
 __all__ = ["Cut", "StepBucket", "cut_buckets", "lease_slots"]
 
@@ -92,11 +95,19 @@ class _Accumulators:
         return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
 
 
-def lease_slots(comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], limit: int) -> BucketSlots:
-    """Leases what gradients are reduced from, and registers it and the parameters' memory. Collective."""
-    slots = BucketSlots(comm.pool, [bucket.grads.nbytes for bucket in buckets], limit)
-    expect_equal_places(comm, [*(space.flat.lease.place for space in spaces), *slots.places])
-    comm.register_pool()
-    if comm.gathers is not comm:
-        comm.gathers.register_pool()
+def lease_slots(
+    comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], *, limit: int, overlap: bool
+) -> Slots:
+    """Leases what gradients are reduced from. Registers it and the parameters' memory where that is to be. Collective."""
+    grads = [bucket.grads for bucket in buckets]
+    plan = plan_window([one.nbytes for one in grads], [one.parts for one in grads], limit=limit, overlap=overlap)
+    slots = Slots.leased(plan, comm.pool)
+    if comm.is_registered:
+        expect_equal_plans([plan], comm)
+        assert slots.lease is not None
+        flat = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
+        expect_equal_places(comm, {**flat, "the buckets": slots.lease.place})
+        comm.register_pool()
+        if comm.gathers is not comm:
+            comm.gathers.register_pool()
     return slots

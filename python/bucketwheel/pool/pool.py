@@ -11,17 +11,25 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import functools
 import math
 import operator
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 
 from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
-from bucketwheel.errors import CaptureError, PoolError, expect_int
+from bucketwheel.errors import CaptureError, PoolBusy, PoolError, UseAfterRelease, expect_int
 from bucketwheel.native import core
+from bucketwheel.pool.plan import Plan, expect_equal_plans
+from bucketwheel.pool.trace import Trace, TraceEvent
 
 __all__ = ["Lease", "Pool", "PoolStats"]
 
@@ -32,7 +40,11 @@ class PoolStats:
 
     ``live_bytes``: of leases, rounded up to the alignment. ``reuses``: acquires of memory that was used before.
     ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases of `acquire` that were never
-    released.
+    released. ``allocations``: of slabs. ``host_waits``: acquires in which the calling thread waited.
+
+    With plans: ``planned_*`` is about leases in their places, ``side_*`` about those that have none where the plan
+    should have one (``divergences`` counts them), ``load_bytes`` is the load of the regime's plan. `adopt` lets
+    the high waters of both begin anew. `step_end` counts ``steps``; `sleep` gave ``sleeping_bytes`` back.
     """
 
     reserved_bytes: int
@@ -44,83 +56,86 @@ class PoolStats:
     reuses: int
     waits: int
     dropped_leases: int
+    allocations: int
+    host_waits: int
+    planned_bytes: int
+    load_bytes: int
+    planned_live_bytes: int
+    planned_high_water_bytes: int
+    planned_acquires: int
+    divergences: int
+    side_live_bytes: int
+    side_high_water_bytes: int
+    steps: int
+    sleeping_bytes: int
 
 
-class Lease:
+class Lease(abc.ABC):
     """One live period of a range of pool memory, from `Pool.acquire` to `release`.
 
     A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease,
-    one of its tensors or the pool lives, but after `release` it may hold somebody else's values.
+    one of its tensors or the pool lives, but after `release` it may hold somebody else's values. ``with`` releases it.
+
+    The objects are native ones, for their speed (csrc/bindings/pool_py.h).
     """
 
-    __slots__ = ("_native",)
+    key: str  # the name that it was acquired by
+    nbytes: int  # asked for
+    is_live: bool  # whether it has not been released
+    data_ptr: int  # address of the first byte; `UseAfterRelease` when the lease is over
+    place: tuple[int, int]  # (slab, offset in bytes): equal on all ranks whose pools saw the same calls
 
-    def __init__(self, native_lease: Any) -> None:
-        self._native = native_lease
-
-    @property
-    def key(self) -> str:
-        """The name that it was acquired by."""
-        return self._native.key
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes asked for."""
-        return self._native.nbytes
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it has not been released."""
-        return self._native.is_live
-
-    @property
-    def data_ptr(self) -> int:
-        """Address of the first byte. `UseAfterRelease` when the lease is over."""
-        return self._native.data_ptr
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(slab, offset in bytes): equal on all ranks whose pools saw the same calls."""
-        return self._native.slab_id, self._native.offset_bytes
-
+    @abc.abstractmethod
     def tensor(self, dtype: torch.dtype, shape: int | Sequence[int], *, offset_bytes: int = 0) -> torch.Tensor:
         """A contiguous tensor of ``shape`` over the lease's bytes from ``offset_bytes`` on, not initialised.
 
         Every call makes a tensor with a storage and a version counter of its own. `ValueError` when it does not fit,
         `UseAfterRelease` when the lease is over.
         """
-        name, extents = _dtype_name(dtype), _extents(shape)
-        try:
-            return self._native.tensor(name, extents, offset_bytes)
-        except TypeError:
-            expect_int(offset_bytes, "offset_bytes")
-            raise
 
+    @abc.abstractmethod
+    def use(self, stream: Any) -> None:
+        """Another stream uses the lease: it waits for what the acquiring stream holds now, which made the bytes ready.
+
+        After a `release` without ``after``, or a drop, the next owner waits for these streams too.
+        """
+
+    @abc.abstractmethod
     def release(self, after: Any = None) -> None:
         """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
 
-        ``after`` says when the last use ends; the next owner waits for that. It is a handle, a native event, or a stream,
-        native or torch's (all work in it so far); TypeError for anything else. None: all use has ended (CPU), or is in
-        torch's current stream (CUDA). `CaptureError` if that stream is being captured in a CUDA graph, or the event
-        was; the lease then stays live.
+        ``after`` says when the last use ends; the next owner waits for that. It is a handle, a native event, or a
+        stream, native or torch's (all work in it so far); TypeError for anything else. None: all use has ended (CPU),
+        or is in torch's current stream (CUDA). `CaptureError` if that stream is being captured in a CUDA graph, or the
+        event was; the lease then stays live.
         """
-        self._native.release(_event_of(after))
 
-    def __enter__(self) -> Lease:
-        return self
+    @abc.abstractmethod
+    def leave_to_owners(self) -> None:
+        """Nobody will release it: its last tensor's end is its end, and it does not count as dropped."""
 
-    def __exit__(self, *_: object) -> None:
-        if self._native.is_live:
-            self._native.release()
+    @abc.abstractmethod
+    def lend(self) -> torch.Tensor:
+        """Its bytes as a uint8 tensor, which keeps the memory mapped and not the lease live."""
 
-    def __repr__(self) -> str:
-        slab, offset = self.place
-        state = "live" if self.is_live else "released"
-        return f"Lease({self.key!r}, nbytes={self.nbytes}, slab={slab}, offset_bytes={offset}, {state})"
+    @abc.abstractmethod
+    def __enter__(self) -> Lease: ...
+    @abc.abstractmethod
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Pool:
     """A caching allocator of communication memory. Freed memory stays in the pool and is reused under fences.
+
+    What an `acquire` gets, by mode:
+
+    - dynamic: the smallest free range that fits.
+    - traced (inside `trace`): the same, and what happens is recorded.
+    - planned (after `adopt`): the place that the plan of the current `regime` has for the key. Without one, or while
+      another lease has its bytes: a free range of the side region, which is counted.
+    - strict (after ``adopt(strict=True)``): its place, or `UnknownKey`, `SizeExceedsPlan`, `PlanDiverged`.
+
+    A key keeps its address within a regime. Two pools never share memory.
 
     Which bytes an `acquire` gets depends on the sizes and the order of calls alone, so ranks that make the same calls
     get the same offsets. Thread-safe. Not usable in a forked child.
@@ -128,18 +143,19 @@ class Pool:
     Args:
         upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes
             can map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
-            (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
+            (cudaMalloc) or ``"vmm"`` (the driver's virtual memory: what can sleep) on a CUDA device. None: ``"host"``
+            or ``"torch"``.
         align_bytes: alignment of every lease, a power of two of at most 4096.
         min_slab_bytes: smaller requests share a slab of this size.
         poison: fill memory with NaN when it is acquired and released, and check that nobody wrote beyond a lease's end.
             Slow; ``BW_POOL_POISON=1`` switches it on too.
-        device: as torch names it. None: the CPU, or the current CUDA device for upstream ``"torch"`` and ``"cuda"``.
+        device: as torch names it. None: the CPU, or the current CUDA device for the upstreams of CUDA devices.
 
     When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the
     request is made once more; then `PoolError` says who holds how much.
     """
 
-    __slots__ = ("__weakref__", "_native")
+    __slots__ = ("__weakref__", "_acquire", "_native", "_notes_callers", "_plans")
 
     def __init__(
         self,
@@ -150,14 +166,14 @@ class Pool:
         poison: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
-        if upstream not in (None, "host", "shm", "torch", "cuda"):
-            raise ValueError(f"upstream must be 'host', 'shm', 'torch' or 'cuda', got {upstream!r}")
-        if device is None and upstream in ("torch", "cuda"):
+        if upstream not in (None, "host", "shm", "torch", "cuda", "vmm"):
+            raise ValueError(f"upstream must be 'host', 'shm', 'torch', 'cuda' or 'vmm', got {upstream!r}")
+        if device is None and upstream in ("torch", "cuda", "vmm"):
             device = "cuda"
         index = device_index(device)
         if upstream is None:
             upstream = "host" if index == CPU else "torch"
-        self._native = core.Pool(
+        native = core.Pool(
             upstream,
             expect_int(align_bytes, "align_bytes"),
             expect_int(min_slab_bytes, "min_slab_bytes"),
@@ -165,7 +181,15 @@ class Pool:
             index,
             lambda nbytes: _torch_slab(nbytes, index),
         )
-        if index != CPU:
+        self._wrap(native, is_cache=True)
+
+    def _wrap(self, native: Any, *, is_cache: bool) -> None:
+        self._native = native
+        self._acquire = native.acquire
+        Lease.register(core.Lease)
+        self._plans: tuple[Plan, ...] = ()  # those that were adopted here
+        self._notes_callers = native.is_poisoned  # and while a trace is recorded
+        if is_cache and native.device != CPU:
             keep_as_cache(self)
 
     @property
@@ -177,9 +201,7 @@ class Pool:
     def _of(cls, native_pool: Any, *, is_cache: bool = True) -> Pool:
         """The pool around a native one (a communicator's). ``is_cache``: it may be trimmed when memory is short."""
         pool = cls.__new__(cls)
-        pool._native = native_pool
-        if is_cache and pool.device != CPU:
-            keep_as_cache(pool)
+        pool._wrap(native_pool, is_cache=is_cache)
         return pool
 
     def acquire(self, key: str, nbytes: int, stream: Any = None) -> Lease:
@@ -192,34 +214,191 @@ class Pool:
         While ``stream`` is captured in a CUDA graph: `CaptureError`, with nothing changed, if the pool would have to
         grow, wait or poison. Release such a lease only after the last replay that uses it.
         """
-        stream = None if stream is None else native_stream(stream)
         try:
-            return Lease(self._native.acquire(key, nbytes, stream))
+            if stream is None and not self._notes_callers:
+                return self._acquire(key, nbytes)
+            stream = None if stream is None else native_stream(stream)
+            return self._acquire(key, nbytes, stream, _caller() if self._notes_callers else "")
         except TypeError:
             if not isinstance(key, str):
                 raise TypeError(f"key is {key!r}, expected a string") from None
             expect_int(nbytes, "nbytes", "a number of bytes; Pool.empty takes a shape")
             raise
 
+    def reserve(self, nbytes: int, *, slab_bytes: int = 0) -> None:
+        """Gets memory for a lease of ``nbytes`` from the system, unless there is a free range as large: just as much,
+        or for one of ``slab_bytes``, where `acquire` gets at least ``min_slab_bytes``."""
+        self._native.reserve(expect_int(nbytes, "nbytes"), expect_int(slab_bytes, "slab_bytes"))
+
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """As ``torch.empty``, in the pool: a contiguous tensor, not initialised, of float32, bfloat16, float16, float64, int64,
-        int32, int16, int8 or uint8.
+        """As ``torch.empty``, in the pool: a contiguous tensor, not initialised, of float32, bfloat16, float16,
+        float64, int64, int32, int16, int8 or uint8.
 
-        Nothing needs to be released: the memory goes back to the pool when the last tensor over it is gone, views and the
-        tensors of running operations included. On CUDA it counts as used until
-        what is then in the stream that was current here is done, as with torch's own tensors: a tensor that other streams
-        use must outlive that. Errors and captures are as in `acquire`.
+        Nothing needs to be released: the memory goes back to the pool when the last tensor over it is gone, views and
+        the tensors of running operations included. On CUDA it counts as used until what is then in the stream that was
+        current here is done, as with torch's own tensors: a tensor that other streams use must outlive that. Errors and
+        captures are as in `acquire`.
 
-        Where ranks must lease in one order (``Communicator(registered=True)``), they must also drop in one order: prefer
-        `acquire` and `Lease.release` there.
+        Where ranks must lease in one order (``Communicator(registered=True)``), they must also drop in one order:
+        prefer `acquire` and `Lease.release` there.
         """
         extents = _extents(shape)
         if min(extents, default=0) < 0:
             raise ValueError(f"shape is {shape!r}, which has a negative extent")
-        name = _dtype_name(dtype)
-        lease = self.acquire("", math.prod(extents) * dtype.itemsize)._native
+        _dtype_name(dtype)
+        lease = self.acquire("", math.prod(extents) * dtype.itemsize)
         lease.leave_to_owners()
-        return lease.tensor(name, extents)
+        return lease.tensor(dtype, extents)
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def trace(self, name: str) -> Iterator[Trace]:
+        """Records the leases of the block: ``with pool.trace("train") as trace``. The trace is complete at its end.
+
+        Unnamed leases are recorded too, but no plan has a place for them. `PoolError` inside another trace.
+        """
+        self._native.begin_trace()
+        noted, self._notes_callers = self._notes_callers, True
+        trace = Trace(name, align=self._native.align_bytes)
+        try:
+            yield trace
+        finally:
+            self._notes_callers = noted
+            trace.events += _events(self._native.end_trace())
+
+    def plan(
+        self,
+        trace: Trace,
+        *,
+        slack: Mapping[str, int] | None = None,
+        max_bytes: int | None = None,
+        effort: int = 20_000,
+    ) -> Plan:
+        """A plan for steps like the ``trace``; a pure function of its arguments.
+
+        Args:
+            slack: by role (what stands before the first ``/`` of a key): so many further acquires of the role may be
+                made before a key's bytes go to another one. 0: the least memory, and an acquire may wait for the last
+                use; 1: as with a double buffer.
+            max_bytes: `BudgetTooSmall` if the plan needs more.
+            effort: as in `place`.
+        """
+        found = trace.lifetimes(slack)
+        released = {event.lease for event in trace.events if event.kind == "release"}
+        acquired = [event for event in trace.events if event.kind == "acquire" and event.key]
+        return Plan.of(
+            trace.name,
+            found.sizes,
+            found.intervals,
+            keys=found.keys,
+            streams=found.streams,
+            order=[event.key for event in acquired],
+            outlives={event.key for event in acquired if event.lease not in released},
+            align=trace.align,
+            effort=effort,
+            max_bytes=max_bytes,
+        )
+
+    def adopt(self, plan: Plan, *more: Plan, strict: bool = False, comm: Any = None) -> None:
+        """From now on keys lie where these plans put them, one a regime, in an arena as large as the largest needs.
+
+        ``plan`` is the regime at first. ``comm``: all ranks of this communicator call it, and `CrossRankMismatch` names
+        the first difference between their plans. `PoolBusy` while leases lie in places of plans before, which these
+        replace. An error leaves everything as it was. The calling thread waits for the last uses of the arena before.
+        """
+        plans = (plan, *more)
+        if comm is not None:
+            self._expect_ranks_ready(plans, strict, comm)
+        self._native.adopt([each.to_native() for each in plans], not not strict)
+        self._plans = plans
+
+    def _expect_ranks_ready(self, plans: Sequence[Plan], strict: bool, comm: Any) -> None:
+        expect_equal_plans(plans, comm, f"strict={bool(strict)}")
+        everyone = comm.exchange(bytes([self.stats().planned_live_bytes > 0]))
+        if busy := [rank for rank, told in enumerate(everyone) if told != b"\0"]:
+            raise PoolBusy(f"adopt: leases are live in places of the plans before, on ranks {busy}: end them first")
+
+    @property
+    def current_regime(self) -> str:
+        """The name of the plan that acquires go by; empty without plans."""
+        return self._native.regime
+
+    @contextlib.contextmanager
+    def regime(self, name: str) -> Iterator[None]:
+        """Inside, acquires of all threads go by the plan of this name. ValueError if there is none."""
+        before = self._native.regime
+        self._native.regime = name
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # other plans were adopted inside
+                self._native.regime = before
+
+    def step_end(self) -> None:
+        """Tells a planned pool that the step is over.
+
+        `LeaseLeak` names keys of the plans that are live and were not at the end of the trace. A strict pool raises
+        `PlanDiverged` if the step has not acquired all keys of a regime that it began. The next step begins either way.
+        """
+        self._native.end_step()
+
+    def explain(self) -> str:
+        """`Plan.explain` of the adopted plans. `PoolError` if none was adopted by this object."""
+        if not self._plans:
+            raise PoolError("the pool has no plan: adopt one before")
+        return "\n".join(each.explain() for each in self._plans)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The pool's memory, range by range: ``address``, ``slab``, ``offset``, ``nbytes``, ``key``, ``state`` ("live",
+        "free", or "planned": a place that nobody has) and ``regime`` (of a place). Places of several keys share bytes.
+        """
+        names = ("address", "slab", "offset", "nbytes", "key", "state", "regime")
+        return [dict(zip(names, found, strict=True)) for found in self._native.snapshot()]
+
+    @contextlib.contextmanager
+    def checking_saved_tensors(self) -> Iterator[None]:
+        """For debugging, and slow: what autograd saves inside must lie where its key does when a backward reads it.
+
+        Autograd saves the address of a weight. A key that was acquired elsewhere since, as a step that leaves its plan
+        may do, or not at all, would give wrong gradients in silence; `UseAfterRelease` names it. Unnamed leases are not
+        checked.
+        """
+
+        def live() -> dict[str, range]:
+            found = (one for one in self.snapshot() if one["state"] == "live" and one["key"])
+            return {one["key"]: range(one["address"], one["address"] + one["nbytes"]) for one in found}
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, str, int]:
+            at = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+            lies_in = [(key, addresses.start) for key, addresses in live().items() if at in addresses]
+            kept = tensor.detach()  # an output of its own node would otherwise keep itself
+            return kept, *(lies_in[0] if lies_in else ("", 0))
+
+        def unpack(saved: tuple[torch.Tensor, str, int]) -> torch.Tensor:
+            tensor, key, begin = saved
+            now = live().get(key)
+            if key and (now is None or now.start != begin):
+                found = f"lies at {now.start:#x}" if now else "is not acquired"
+                raise UseAfterRelease(f"autograd has saved a tensor of key {key!r} at {begin:#x}; now the key {found}")
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def sleep(self) -> int:
+        """Gives the memory of slabs without leases back to the system and keeps their addresses; returns the bytes.
+
+        For upstreams ``"host"``, ``"shm"`` and ``"vmm"``; `PoolError` for others. Waits for the last uses. Until `wake`
+        an acquire raises `PoolError`.
+        """
+        return self._native.sleep()
+
+    def wake(self) -> None:
+        """Ends `sleep`; the contents are undefined. `PoolError` if there is no memory: the pool sleeps on."""
+        self._native.wake()
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True when the contiguous ``tensor`` lies in this pool's memory."""
@@ -243,11 +422,42 @@ class Pool:
         return self._native.trim()
 
 
+def _caller() -> str:
+    """The place in the code that has asked for a lease."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back  # of Pool.empty
+    return _place_of(frame.f_code, frame.f_lineno)
+
+
+@functools.lru_cache(4096)
+def _place_of(code: CodeType, line: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+
+
+def _events(records: Sequence[tuple[str, int, str, int, int, str, bool]]) -> list[TraceEvent]:
+    """Of ``records`` of the native pool. Streams are numbered as they come; the event of a release, whose stream nobody
+    knows, counts as one of its own."""
+    numbers: dict[object, int] = {0: -1}
+    events = []
+    for at, (kind, lease, key, nbytes, stream, where, has_event) in enumerate(records):
+        number = numbers.setdefault(("event", at) if has_event else stream, len(numbers) - 1)
+        events.append(TraceEvent(kind, lease, key, nbytes, number, where))
+    return events
+
+
 def _extents(shape: int | Sequence[int]) -> list[int]:
     try:
         return [operator.index(extent) for extent in ((shape,) if isinstance(shape, int) else shape)]
     except TypeError:
         raise TypeError(f"shape is {shape!r}, expected an int or a sequence of ints") from None
+
+
+def _offset(offset_bytes: int) -> int:
+    offset = expect_int(offset_bytes, "offset_bytes")
+    if offset < 0:
+        raise ValueError(f"offset_bytes is {offset}")
+    return offset
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

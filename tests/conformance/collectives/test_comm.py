@@ -154,11 +154,12 @@ def test_agreement_does_not_wait_for_operations(run):
 def late_rank(comm: Communicator) -> None:
     """Operations do not block the caller, and a rank that comes late finds everything as it was."""
     if comm.rank == comm.size - 1:
+        comm.exchange(b"")
         time.sleep(0.3)
-    begin = time.monotonic()
     results = [(torch.empty(comm.size * 200_000), torch.full((200_000,), float(comm.rank + i))) for i in range(3)]
     issued = [all_gather(full, shard, comm) for full, shard in results]
-    assert time.monotonic() - begin < 0.25
+    if comm.rank != comm.size - 1:
+        comm.exchange(b"")
     assert [handle.seq for handle in issued] == [1, 2, 3]
     for i, handle in enumerate(issued):
         handle.wait()

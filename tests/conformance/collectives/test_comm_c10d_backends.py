@@ -128,7 +128,7 @@ class HeldPost(Post):
 
 
 LIMIT_S = 60.0
-LATE_S = 1.0
+LATE_S = 4.0
 
 
 def one_fails(rank: int, size: int, how: str) -> tuple[Error, float, float]:

@@ -31,12 +31,15 @@ def verdict_of(folder, capsys, status: int = 1) -> tuple[dict, str]:
     return one, capsys.readouterr().out
 
 
-def sleeper(rank: int, size: int) -> None:
-    with Communicator(backend="shm", name="sleepy", timeout_s=0.7) as comm:
+def sleeper(rank: int, size: int, folder: Path) -> None:
+    with Communicator(backend="shm", name="sleepy", timeout_s=5) as comm:
         full, shard = torch.empty(size * 8), torch.ones(8)
         all_gather(full, shard, comm).wait()
         if rank == 1:
-            time.sleep(1.6)
+            until = time.monotonic() + 30
+            while len(list(folder.glob("*.json"))) < size:
+                assert time.monotonic() < until, "a watchdog has written nothing"
+                time.sleep(0.01)
         else:
             with pytest.raises(CommTimeout):
                 reduce_scatter(shard, full, comm).wait()
@@ -45,7 +48,7 @@ def sleeper(rank: int, size: int) -> None:
 def test_a_rank_that_sleeps(tmp_path, capsys):
     """Its watchdog writes its ring while it sleeps."""
     with RankPool(3, env={"BW_TRACE_DIR": str(tmp_path)}, forked=True) as pool:
-        pool.run(sleeper)
+        pool.run(sleeper, tmp_path)
     one, text = verdict_of(tmp_path, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)

@@ -63,7 +63,7 @@ def stuck_inside(limits_s: dict[str, float]) -> Iterator[tuple[Any, list[Communi
             for name, limit_s in limits_s.items()
         ]
         script.fake_nccl_hang_call(b"ncclAllGather")
-        thread = threading.Thread(target=lambda: gather(comms[0]).synchronize(10))
+        thread = threading.Thread(target=lambda: gather(comms[0]).synchronize(20))
         thread.start()
         until = time.monotonic() + 10
         while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
@@ -76,7 +76,7 @@ def stuck_inside(limits_s: dict[str, float]) -> Iterator[tuple[Any, list[Communi
 
 
 def stuck_elsewhere(rank: int, world: int) -> None:
-    with stuck_inside({"stuck": 20, "other": 1.0, "idle": 20}) as (_, (_, other, idle)):
+    with stuck_inside({"stuck": 20, "other": 4.0, "idle": 20}) as (_, (_, other, idle)):
         begin = time.monotonic()
         with pytest.raises(CommTimeout, match="another communicator of cuda:0 is inside NCCL") as caught:
             gather(other)
@@ -84,7 +84,7 @@ def stuck_elsewhere(rank: int, world: int) -> None:
         assert error.last_seqs == (0,) * world
         is_told = "failed first" in str(error)  # by the other rank, before this one had anything in flight
         assert is_told or (error.op, error.seq) == ("all_gather", 1)
-        assert 0.9 < time.monotonic() - begin < 4
+        assert 3.6 < time.monotonic() - begin < 7
         begin = time.monotonic()
         idle.close(5)
         assert time.monotonic() - begin < 5

@@ -35,10 +35,10 @@ def test_every_tensor_is_checked_and_nothing_is_issued(rank_pool):
 
 
 def one_calls_nothing(rank: int, size: int) -> Error:
-    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("checked", timeout_s=1.0) as (comm, _):
+    with mock.patch.dict(os.environ, BW_COMM_CHECK="1"), nccl_comm("checked", timeout_s=4.0) as (comm, _):
         if rank == 0:
             return error_of(lambda: gather(comm))
-        time.sleep(1.5)
+        time.sleep(6.0)
         return error_of(lambda: comm.exchange(b""))
 
 

@@ -36,7 +36,7 @@ from tests.support.failure_cases import (
 from tests.support.simulated_cuda import posing
 
 pytestmark = pytest.mark.dist
-TIMEOUT_S = 1.5
+TIMEOUT_S = 4.0
 INTERNAL_ERROR = 3
 
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from bucketwheel.comm import nccl
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.replicas import Replicas
 from bucketwheel.errors import CommError, Error, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.pool.pool import Lease
 from bucketwheel.testing import assert_bitwise_equal, run_threads
 from tests.conformance.optimizer.test_optim_cuda import model_of, trained
 from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps
@@ -293,18 +291,6 @@ def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
     with_replicas(2, 2, body, timeout_s=30)
 
 
-class RecordedLease:
-    """Notes behind what a lease is given back, and does so."""
-
-    def __init__(self, lease: Lease, ends: list[Handle | None]) -> None:
-        self.lease = lease
-        self.ends = ends
-
-    def release(self, *, after: Handle | None = None) -> None:
-        self.ends.append(after)
-        self.lease.release(after=after)
-
-
 def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> None:
     """A window that failed leaves reductions with an operation or two issued; these still write partial sums."""
     all_have_looked = threading.Barrier(4)
@@ -316,17 +302,14 @@ def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> N
         if rank != 3:
             run.backward(0)
         replicas: Any = opt._engine.reducer
-        last = [reduction.steps[-1] for reduction in replicas._waiting]
-        ends: list[Handle | None] = []
-        for partial in replicas._partials:
-            partial.lease = RecordedLease(partial.lease, ends)
+        waiting, leases = len(replicas._waiting), replicate.pool.stats().live_leases
         replicas._release()
-        assert set(last) <= set(ends)
+        assert replicate.pool.stats().live_leases == (leases if waiting else 0)
         all_have_looked.wait(20)
         replicas.abort("the test is over")
         with contextlib.suppress(Error):
             opt.close()
-        return len(last)
+        return waiting
 
     with posing():
         waiting = with_replicas(2, 2, body, device="cuda", timeout_s=30)

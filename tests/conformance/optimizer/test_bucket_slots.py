@@ -6,9 +6,11 @@ Ranks are processes, NCCL is the fake one, which reads the input of a reduce-sca
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +23,9 @@ from torch.nn import Parameter
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
+from bucketwheel.errors import CrossRankMismatch
+from bucketwheel.optim import step_buckets
+from bucketwheel.pool.plan import Plan
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
@@ -51,17 +56,16 @@ def mixed_params() -> list[Parameter]:
 
 
 class Inputs:
-    """Where the inputs of the reduce-scatters lie, from the first slot on."""
+    """Where the inputs of the reduce-scatters lie, from the begin of the slots on."""
 
     def __init__(self, comm: Communicator, opt: bw.ShardedAdamW) -> None:
         self.offsets: list[int] = []
         self._comm, self._reduce = comm, comm._reduce_scatter_into
-        self._slots = opt._engine.grads.launcher._slots._slots if comm.is_registered else []
-        self._begin = self._slots[0].tensor(torch.uint8, (1,)).data_ptr() if self._slots else 0
+        self._begin = opt._engine.grads.launcher.slots.memory.data_ptr()
         comm._reduce_scatter_into = self._watched  # type: ignore[method-assign]
 
     def _watched(self, full: torch.Tensor, sink: Any) -> Handle:
-        assert not self._slots or self._comm.pool.holds(full)
+        assert not self._comm.is_registered or self._comm.pool.holds(full)
         self.offsets.append(full.data_ptr() - self._begin)
         return self._reduce(full, sink)
 
@@ -128,40 +132,33 @@ def trained(
     return out
 
 
-def on_slots(
-    rank: int, world: int, seed: int, overlap: bool
-) -> tuple[list[torch.Tensor], list[int], int, dict[str, int]]:
-    """What training leaves, where each bucket was reduced, how many buckets there are, and what there was of the unusual."""
+def on_slots(rank: int, world: int, seed: int, overlap: bool) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+    """What training leaves, where each bucket was reduced, and what there was of the unusual."""
     watched: list[Any] = []
     with pair(True, checks=is_checked(seed, overlap), delays=seed) as (comm, _):
         out = trained(rank, comm, seed, overlap, lambda opt: watched.extend((Inputs(comm, opt), opt._engine.grads)))
     inputs, sync = watched
     lates = len(inputs.offsets) - sync._schedule.window * len(sync.buckets)
-    return (
-        out,
-        inputs.offsets,
-        len(sync.buckets),
-        {"in other memory": sync.launcher.pool.stats().acquires, "late": lates},
-    )
+    assert set(inputs.offsets) == set(sync.launcher.slots.offsets)
+    return out, inputs.offsets, {"on the side": sync.launcher.pool.stats().acquires, "late": lates}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("world", [2, slow_case(3)])
 def test_any_order_has_the_same_bits_and_the_same_places(rank_pool, world, overlap):
-    unusual = {"in other memory": 0, "late": 0}
+    unusual = {"on the side": 0, "late": 0}
     for seed in range(4):
         expected = in_world(world, False, lambda rank, comm, s=seed: trained(rank, comm, s, overlap, lambda opt: None))
         found = rank_pool(world).run(on_slots, seed, overlap, timeout_s=60)
-        for rank, (out, offsets, buckets, counts) in enumerate(found):
+        for rank, (out, offsets, counts) in enumerate(found):
             assert_bitwise_equal(out, expected[rank], f"seed {seed}, rank {rank}")
             assert offsets == found[0][1], f"seed {seed}, rank {rank}"
-            assert len(set(offsets)) == 1 + seed % 3 < buckets
             for kind in unusual:
                 unusual[kind] += counts[kind]
     assert min(unusual.values()) > 10 * world, unusual
 
 
-def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list[int], int, int]:
+def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list[int], list[int], int]:
     with pair(True, checks=True) as (comm, script):
         params = [Parameter(torch.full((numel,), 1.0)) for numel in numels]
         opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
@@ -176,16 +173,15 @@ def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list
         reserved_bytes = comm.pool.stats().reserved_bytes + comm.gathers.pool.stats().reserved_bytes
         assert opt.memory_summary()["pool"] + opt.memory_summary()["params"] == reserved_bytes
         opt.close()
-        return inputs.offsets, len(sync.buckets), sync.launcher.pool.stats().acquires
+        return inputs.offsets, sync.launcher.slots.offsets, sync.launcher.pool.stats().acquires
 
 
 @pytest.mark.parametrize("numels", [(300, 200, 250, 240, 260), (100, 3000), (50,)], ids=str)
 def test_gradients_in_the_order_of_buckets_are_packed_where_they_are_reduced(rank_pool, numels):
-    """Also those of a parameter in more buckets than there are slots."""
-    for offsets, buckets, others in rank_pool(2).run(each_in_its_turn, numels, timeout_s=60):
+    """Also those of a parameter in more buckets than may be in flight."""
+    for offsets, planned, others in rank_pool(2).run(each_in_its_turn, numels, timeout_s=60):
         assert others == 0, "nothing was copied"
-        begins = sorted(set(offsets))
-        assert offsets == [begins[b % 2] for b in range(buckets)] * 3
+        assert offsets == planned * 3
 
 
 # ---- who waits
@@ -278,8 +274,32 @@ def with_other_leases(rank: int, world: int, of_gathers: bool) -> str:
 @pytest.mark.parametrize("of_gathers", [True, False])
 def test_ranks_with_other_leases_in_the_pool_are_refused(rank_pool, of_gathers):
     """The slabs are alike, so NCCL could register them, and would reduce one bucket with another."""
+    what = "flat memory 0" if of_gathers else "the buckets"
     for text in rank_pool(2).run(with_other_leases, of_gathers, timeout_s=30):
-        assert "in one order, before the optimizer" in text
+        assert f"{what} at [(0, " in text
+
+
+def with_another_plan(rank: int, world: int) -> str:
+    """Of a rank whose code places buckets otherwise: it is found before anything is registered."""
+    plan = step_buckets.plan_window
+
+    def planned(*args: Any, **options: Any) -> Plan:
+        found = plan(*args, **options)
+        offsets = dict(found.placement.offsets)
+        offsets["grads/2"] += 512 * rank
+        return dataclasses.replace(found, placement=dataclasses.replace(found.placement, offsets=offsets))
+
+    with pair(True) as (comm, script), mock.patch.object(step_buckets, "plan_window", planned):
+        with pytest.raises(CrossRankMismatch) as caught:
+            bw.ShardedAdamW(mixed_params(), process_group=comm, **SMALL)
+        assert script.fake_nccl_live_windows() == 0
+        return str(caught.value)
+
+
+def test_ranks_with_other_plans_are_refused(rank_pool):
+    texts = rank_pool(2).run(with_another_plan, timeout_s=30)
+    offsets = [int(re.findall(rf"rank {rank}: key 'grads/2' at (\d+) of", texts[0])[0]) for rank in (0, 1)]
+    assert offsets[1] == offsets[0] + 512 and texts[0] == texts[1]
 
 
 def fails_to_register(rank: int, world: int, call: int) -> str:

@@ -35,7 +35,7 @@ bucket     wire    MiB  params  padding  cuts  shard bytes  from, to
      1  float32  0.004      16    6.2 %  rows        2,048  layers.15.norm, layers.0.norm
      2  float32  0.125       8    0.0 %  rows       65,536  layers.7.weight, layers.0.weight
 total: 32 parameters, 32 in one box a rank, 66,496 elements, 0.1 % padding, 3 buckets
-expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB)"""
+expected peak of a rank: 984.00 KiB (params 132.00 KiB, grads 130.00 KiB, states 454.00 KiB, buckets 260.00 KiB, autograd 8.00 KiB); buckets by plan: 260.00 KiB, load 260.00 KiB"""
 
 
 def test_the_table_of_a_sharded_optimizer() -> None:
@@ -98,7 +98,7 @@ def test_the_table_with_replicas_and_of_one_process() -> None:
     lines = texts[0].splitlines()
     assert lines[0] == "sharded over 2 ranks (local), replicated 3 times (local)"
     assert lines[2] == "gradient_average=False, static_graph=True, max_inflight_buckets=2, buckets of 16.00 MiB"
-    assert "partial_sums 256.01 KiB" in lines[-1]  # twice 128 KiB, rounded up to threes
+    assert "partial_sums 131.00 KiB" in lines[-1]  # 128 and 2 KiB, rounded up to threes and to 512 bytes
 
     local = ShardedAdamW(named(), state_dtype=torch.bfloat16)
     lines = local.describe().splitlines()

@@ -21,9 +21,9 @@ from torch.nn import Parameter
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.grads.launch import Reductions
-from bucketwheel.optim.report import bucket_bound
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.optim.sharded_engine import ShardedEngine
+from bucketwheel.pool.slots import Slot
 from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_bucket_slots import pair
 from tests.support.optim_twins import SHAPES, make_params, run_local
@@ -117,36 +117,32 @@ def options_of(seed: int) -> tuple[list[torch.dtype], dict[str, Any], dict[str, 
 def expect_windows(opt: ShardedAdamW, params: Sequence[Tensor], meet: Callable[[], object] = lambda: None) -> int:
     """Four windows, two with gradients in the order of the buckets and two with some that are late.
 
-    The buckets that are alive at once are within the bound, and counted to the byte. ``meet``: called after each gradient.
-    Returns the most bytes at once.
+    Buckets take what the plan says, its load at their most, and what is late on the side; the pools' counters say the same.
+    ``meet``: called after each gradient. Returns the most bytes at once.
     """
-    engine = engine_of(opt)
-    sizes, limit = [bucket.nbytes for bucket in engine.grads.buckets], engine.options.max_inflight_buckets
-    overlap = engine.options.overlap_grad_sync
-    bound = bucket_bound(sizes, limit, len(engine.spaces), overlap=overlap, has_slots=engine.comm.is_registered)
-    pool = engine.grads.launcher.pool
+    launcher = engine_of(opt).grads.launcher
+    plan, pool = launcher.slots.plan, launcher.pool
     at_rest, most = pool.stats(), 0
     for window in range(4):
         in_order = list(reversed(range(PARAMS)))
         for index in in_order if window % 2 == 0 else [*in_order, *in_order[:3]]:
             (params[index] * 0.5).sum().backward()
-            live = [lease.nbytes for lease in engine.grads.launcher.reductions.live]
-            assert len(live) == pool.stats().live_leases - at_rest.live_leases
-            assert opt.memory_summary()["buckets"] == sum(live)
-            if window == 0:
-                assert sum(live) <= bound, (index, live, bound)
-            most = max(most, sum(live))
+            live, found = launcher.reductions.live, opt.memory_summary()
+            on_side = [memory.nbytes for memory in live if not isinstance(memory, Slot)]
+            assert found["buckets"] == sum(leased(memory.nbytes) for memory in live)
+            assert pool.stats().live_leases - at_rest.live_leases == len(on_side)
+            assert pool.stats().live_bytes - at_rest.live_bytes == found["side"] == sum(map(leased, on_side))
+            most = max(most, found["buckets"])
             meet()
         opt.step()
         opt.zero_grad()
         found = opt.memory_summary()
-        assert pool.stats().live_bytes == at_rest.live_bytes and found["buckets"] == 0
+        assert pool.stats().live_bytes == at_rest.live_bytes and found["buckets"] == found["side"] == 0
         if window == 0:
-            assert found["buckets_peak"] <= bound
-    leased = pool.stats().high_water_bytes - at_rest.live_bytes
-    peak = opt.memory_summary()["buckets_peak"]
-    assert most <= peak <= leased < peak + 512 * 2 * len(sizes)
-    return peak
+            assert found["buckets_peak"] == found["load"] == plan.load_bytes >= most and found["side_peak"] == 0
+            assert pool.stats().high_water_bytes == at_rest.high_water_bytes
+    assert pool.stats().high_water_bytes - at_rest.live_bytes == found["side_peak"]
+    return found["buckets_peak"]
 
 
 def on_comm(comm: Communicator, seed: int, **given: Any) -> int:
@@ -185,10 +181,12 @@ def run_with_replicas(rank: int, shard: Communicator, replicate: Communicator, s
     engine = engine_of(opt)
     expect_windows(opt, params)
     shards = [(b.numel // shard.size, 8 if b.dtype == F64 else 4) for b in engine.grads.buckets]
-    largest = max(-(-numel // replicate.size) * replicate.size * nbytes for numel, nbytes in shards)
-    expected = options["max_inflight_buckets"] * leased(largest)
-    assert replicate.pool.stats().high_water_bytes - before.live_bytes == expected > 0
-    assert 0 <= expected - opt.memory_summary()["partial_sums"] < 512 * options["max_inflight_buckets"]
+    sums = [leased(-(-numel // replicate.size) * replicate.size * nbytes) for numel, nbytes in shards]
+    limit = options["max_inflight_buckets"]
+    load = max(sum(sums[first : first + limit]) for first in range(len(sums)))
+    found = opt.memory_summary()["partial_sums"]
+    assert replicate.pool.stats().high_water_bytes - before.live_bytes == found >= load > 0
+    assert found <= sum(max(sums[first::limit]) for first in range(min(limit, len(sums))))
     opt.close()
     return rank
 
@@ -216,9 +214,9 @@ def test_simulated_cuda_takes_what_the_formula_says(world: int) -> None:
             expect_sizes(opt, precision)
             reductions = engine_of(opt).grads.launcher.reductions
 
-            def meet_and_make_room() -> None:
+            def meet_and_make_room(wanted: Slot | None = None) -> None:
                 barrier.wait(20)
-                make_room(reductions)
+                make_room(reductions, wanted)
 
             reductions.make_room = meet_and_make_room  # type: ignore[method-assign]
             expect_windows(opt, params, lambda: barrier.wait(20))
@@ -229,28 +227,117 @@ def test_simulated_cuda_takes_what_the_formula_says(world: int) -> None:
             run_threads(body, world, seed, LocalWorld(world), threading.Barrier(world))
 
 
-@_POISON
-def test_reserved_memory_is_what_the_formula_says() -> None:
-    """Large parameters and buckets of one size: what a pool reserves is what it needs for what is there at once."""
-    numel, count, mib = 5 << 18, 6, 1 << 20  # buckets of 5 MiB, of which a slab of 8 MiB holds one
+class Block(torch.nn.Module):
+    """Of a GPT: norms are registered before the layers that backward reaches before them."""
 
-    def body(comm: Communicator, limit: int) -> None:
-        params = [Parameter(torch.zeros(numel)) for _ in range(count)]
-        opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=5, max_inflight_buckets=limit)
-        for _ in range(2):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.mix, self.up, self.down = (torch.nn.Linear(a * width, b * width) for a, b in ((1, 1), (1, 4), (4, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm1(x).cumsum(-2))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def gpt(vocabulary: int, half: bool) -> torch.nn.Module:
+    """``half``: the first blocks are bfloat16."""
+    blocks = [Block(192).to(BF16 if half and number < 2 else F32) for number in range(4)]
+    model = torch.nn.Sequential(torch.nn.Embedding(vocabulary, 192), *blocks, torch.nn.Linear(192, 64))
+    for layer in model[1:]:
+        layer.register_forward_pre_hook(lambda layer, args: args[0].to(next(layer.parameters()).dtype))
+    return model
+
+
+def paged(nbytes: int) -> int:
+    """What the system gives for a slab of ``nbytes``."""
+    return -(-nbytes // 4096) * 4096
+
+
+def train_gpt(shard: Communicator, replicate: Communicator | None, vocabulary: int, half: bool, limit: int) -> None:
+    model = gpt(vocabulary, half)
+    groups = {"process_group": shard} | ({} if replicate is None else {"replicate_group": replicate})
+    opt = ShardedAdamW(model.named_parameters(), bucket_cap_mb=0.5, max_inflight_buckets=limit, **groups)
+    for step in range(3):
+        model(torch.arange(32).reshape(2, 16) + step).logsumexp(-1).mean().backward()
+        opt.step()
+        opt.zero_grad()
+    found, spaces = opt.memory_summary(), engine_of(opt).spaces
+    flat = [space.flat.lease.nbytes for space in spaces]
+    assert len(engine_of(opt).grads.buckets) > 2 * limit
+    stats = shard.pool.stats()
+    assert stats.reserved_bytes == sum(map(paged, [*flat, found["planned"]]))
+    assert stats.high_water_bytes == sum(map(leased, flat)) + found["planned"]
+    assert stats.allocations == stats.acquires == len(spaces) + 1, "nothing in a step"
+    assert found["buckets_peak"] == found["load"] and found["side_peak"] == 0
+    assert (
+        f"buckets by plan: {found['planned'] / 2**20:.2f} MiB, load {found['load'] / 2**20:.2f} MiB" in opt.describe()
+    )
+    assert stats.reserved_bytes - found["params"] + paged(found["partial_sums"]) == found["pool"]
+    if replicate is not None:
+        sums = replicate.pool.stats()
+        assert sums.reserved_bytes == paged(found["partial_sums"]) and sums.high_water_bytes == found["partial_sums"]
+    opt.close()
+
+
+@_POISON
+@pytest.mark.parametrize("limit", [2, slow_case(3)])
+@pytest.mark.parametrize("vocabulary, half", [(256, False), (256, True), (8192, False)], ids=["gpt", "mixed", "large"])
+def test_pools_reserve_what_is_planned(vocabulary: int, half: bool, limit: int) -> None:
+    """Also of two dtypes, and where the largest parameter takes several buckets."""
+    with slow_reductions():
+        run_local(2, train_gpt, None, vocabulary, half, limit)
+
+
+@_POISON
+def test_pools_of_replicas_reserve_what_is_planned() -> None:
+    with slow_reductions():
+        with_replicas(2, 2, lambda rank, *groups: train_gpt(*groups, 256, False, 2))
+
+
+@_POISON
+def test_a_larger_plan_takes_the_place_of_the_one_before() -> None:
+    """Of buckets and of partial sums."""
+
+    def body(rank: int, comm: Communicator, replicate: Communicator) -> None:
+        params = [Parameter(torch.zeros(1 << 16)) for _ in range(4)]
+        opt = ShardedAdamW(params, process_group=comm, replicate_group=replicate, bucket_cap_mb=0.25)
+        for numel in (1 << 17, 1 << 18):
             sum((p.sum() for p in params), torch.zeros(())).backward()
             opt.step()
             opt.zero_grad()
-        live = min(limit, count)
-        assert comm.pool.stats().reserved_bytes == (30 + 8 * live) * mib
-        found = opt.memory_summary()
-        assert found["pool"] == 8 * live * mib and found["buckets_peak"] == 5 * live * mib
-        assert f"(params 30.00 MiB, grads 15.00 MiB, states 30.00 MiB, buckets {5 * live}.00 MiB" in opt.describe()
+            params += [Parameter(torch.zeros(16, numel // 16)) for _ in range(3)]
+            before = opt.memory_summary()["planned"]
+            opt.add_param_group({"params": params[-3:]})
+            found, flat = opt.memory_summary(), [space.flat.lease.nbytes for space in engine_of(opt).spaces]
+            assert found["planned"] > before
+            assert comm.pool.stats().reserved_bytes == sum(map(paged, [*flat, found["planned"]]))
+            assert replicate.pool.stats().reserved_bytes == paged(found["partial_sums"])
+        opt.close()
+
+    with_replicas(1, 2, body)
+
+
+@_POISON
+def test_what_comes_in_another_order_is_reserved_on_the_side() -> None:
+    """From the first parameter to the last: before the first bucket is full, all have opened."""
+
+    def body(comm: Communicator) -> None:
+        params = [Parameter(torch.zeros(1 << 18)) for _ in range(9)]
+        opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=1, max_inflight_buckets=2)
+        for _ in range(2):
+            for param in params:
+                param.sum().backward()
+            opt.step()
+            opt.zero_grad()
+        found, mib = opt.memory_summary(), 1 << 20
+        assert (found["planned"], found["load"], found["side_peak"], found["side"]) == (2 * mib, 2 * mib, 7 * mib, 0)
+        assert found["buckets_peak"] == 9 * mib
+        assert comm.pool.stats().reserved_bytes == (9 + 2 + 7) * mib
         opt.close()
 
     with slow_reductions():
-        for limit in (1, 3):
-            run_local(2, body, limit)
+        run_local(2, body)
 
 
 def on_registered(rank: int, world: int, seed: int) -> int:
@@ -259,11 +346,8 @@ def on_registered(rank: int, world: int, seed: int) -> int:
         params = params_of(dtypes)
         opt = ShardedAdamW(params, process_group=comm, **precision, **options)
         expect_sizes(opt, precision)
-        sizes = [bucket.nbytes for bucket in engine_of(opt).grads.buckets]
-        slots = min(options["max_inflight_buckets"], len(sizes))
-        expected = sum(leased(max(sizes[first::slots])) for first in range(slots))
+        expected = opt.memory_summary()["planned"]
         assert comm.pool.stats().high_water_bytes == comm.pool.stats().live_bytes == expected
-        assert 0 <= expected - opt.memory_summary()["slots"] < 512 * options["max_inflight_buckets"]
         late = expect_windows(opt, params, lambda: comm.exchange(b""))
         assert comm.pool.stats().high_water_bytes == expected
         opt.close()

@@ -251,16 +251,18 @@ def memory_of_graphs(rank: int, world: int, registered: bool) -> None:
         assert before["captured"] == 0
         one.capture("clip")
         found = one.opt.memory_summary()
-        largest = max(bucket.grads.nbytes for bucket in one.opt._engine._assembly.buckets)
-        assert found["captured"] == (0 if registered else 2 * largest), "as many as max_inflight_buckets"
+        assert found["captured"] == (0 if registered else found["planned"]), "places of the same plan"
         one.capture("plain")
-        one.play("replay:clip eager:clip replay:plain ", captures=True)
-        assert one.opt.memory_summary()["captured"] == found["captured"], "graphs of one optimizer share"
-        assert {name: found[name] for name in found if name not in ("captured", "buckets_peak")} == {
-            name: before[name] for name in found if name not in ("captured", "buckets_peak")
-        }
         after = pool.stats()
         assert (after.live_leases, after.reserved_bytes) == (rest.live_leases, rest.reserved_bytes)
+        # Where a peer is late, the eager step has buckets on the side, which stay reserved.
+        one.play("replay:clip eager:clip replay:plain ", captures=True)
+        assert one.opt.memory_summary()["captured"] == found["captured"], "graphs of one optimizer share"
+        varies = ("captured", "buckets_peak", "side_peak")
+        assert {name: found[name] for name in found if name not in varies} == {
+            name: before[name] for name in found if name not in varies
+        }
+        assert pool.stats().live_leases == rest.live_leases
         held = one.opt._made_engine.grads.launcher
         one.opt.close()
         assert held.memory()["captured"] == 0

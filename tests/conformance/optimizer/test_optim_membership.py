@@ -153,7 +153,8 @@ def test_parameters_that_come_and_go_leave_nothing() -> None:
             )
             gone, params[1] = params[1], Parameter(torch.full((300,), float(step)))
             opt.state.pop(gone)
-        assert len(set(seen[1:])) == 1 and seen[1][1:] == seen[0][1:], seen
+        assert len(set(seen[1:])) == 1 and seen[1][2] == seen[0][2], seen
+        assert seen[1][1] <= 2 * seen[0][1], "the first flat memory, of the one that stays, and that of the new one"
         opt.step()
         assert not first._post_accumulate_grad_hooks and len(opt.state) == 2
         assert first.data_ptr() != params[1].data_ptr() and float(first.detach().max()) < 1.0

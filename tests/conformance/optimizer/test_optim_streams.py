@@ -1,6 +1,7 @@
-"""Gradients, steps and the optimizer's making in CUDA streams of their own, simulated: the CPU's bits.
+"""Gradients, steps and the optimizer's making in CUDA streams of their own, simulated: the CPU's bits, everything in order,
+and without any of the edges of docs/ordering.md something is not.
 
-G18 of the optimizer's test rows; on a GPU: tests/gpu/test_ordering.py. Each edge alone: tests/unit/test_bucket.py.
+G18 of the optimizer's test rows; on a GPU: tests/gpu/test_ordering.py.
 """
 
 from __future__ import annotations
@@ -11,32 +12,39 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
 
 import bucketwheel as bw
+from bucketwheel.comm import replicas
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.handle import Handle
+from bucketwheel.grads.bucket import GradBucket
+from bucketwheel.grads.launch import Launcher, Reductions
+from bucketwheel.pool.slots import Slot
 from bucketwheel.testing import assert_bitwise_equal
-from tests.conformance.optimizer.test_optim_cuda import in_world
-from tests.support.optim_twins import TINY, dyadic, make_params
-from tests.support.simulated_streams import SideStream, current, on, streams_are_simulated, torchs_streams
+from tests.support.optim_twins import TINY, dyadic, make_params, run_local
+from tests.support.replica_ranks import with_replicas
+from tests.support.simulated_cuda import posing
+from tests.support.simulated_streams import SideStream, checked, current, on, streams_are_simulated, torchs_streams
 
-STEPS = 4
-HOLD_S = 0.01
+STEPS = 3
 
 
 class InStreams:
     """Side streams by name, behind the current one when they are taken, and waited for by it afterwards: as torch asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._streams: dict[str, SideStream] = {}
 
     @contextlib.contextmanager
     def beside(self, *names: str) -> Iterator[list[Callable[[], AbstractContextManager[Any]]]]:
         """Makers of contexts, one for each name. What runs in one has no edge to the others."""
         for name in {*names} - {*self._streams}:
-            self._streams[name] = SideStream(name, HOLD_S if name == "late" else 0.0)
+            self._streams[name] = SideStream(f"{name} of rank {self._rank}")
         streams = [self._streams[name] for name in names]
         for stream in streams:
             stream.wait_stream(current())
@@ -53,19 +61,27 @@ class InOne:
         yield [contextlib.nullcontext for _ in names]
 
 
-def trained(comm: Communicator, streams: InStreams | InOne, options: dict[str, Any]) -> list[Tensor]:
+def trained(comm: Communicator, streams: InStreams | InOne, seed: int, options: dict[str, Any]) -> list[Tensor]:
     """Norms, and parameters after each step."""
     params = make_params(seed=comm.rank)
     grads = [dyadic(params, 10 * step + comm.rank) for step in range(STEPS)]
-    rng = random.Random(1)
+    rng = random.Random(seed)
     with streams.beside("maker") as (maker,), maker():
         opt = bw.ShardedAdamW(params, lr=0.02, weight_decay=0.1, process_group=comm, **options)
     seen = []
     for step in range(STEPS):
-        with streams.beside("late", "early") as sides:  # gradients of one bucket come from both
-            for i in (*reversed(range(len(params))), 3, 0):  # the last two after their buckets have gone
-                with rng.choice(sides)():
-                    (params[i] * grads[step][i]).sum().backward()
+        for is_first in (True, False) if step == 1 else (False,):
+            order = [*reversed(range(len(params))), 3, 0, 3, 0]  # the last ones after their buckets have gone
+            is_second = step == 1 and not is_first
+            with streams.beside("left", "right") as sides:  # gradients of one bucket come from both
+                for i in (0, *order) if is_second else order:
+                    # The second window is opened beside what its first buckets are launched from.
+                    with (sides[i != 0] if is_second else rng.choice(sides))():
+                        (params[i] * grads[step][i]).sum().backward()
+            if is_first:  # the second window adds to the sums of the first, but for one parameter
+                with streams.beside("stepper") as (stepper,), stepper():
+                    seen.append(opt.clip_grad_norm_(0.5).clone())
+                    params[1].grad = None
         with streams.beside("stepper") as (stepper,), stepper():
             seen.append(opt.clip_grad_norm_(0.5).clone())
             opt.step()
@@ -84,17 +100,108 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+World = Any  # ranks that shard, or (they, replicas)
+
+
+def in_ranks(world: World, body: Callable[[int, Communicator, dict[str, Any]], Any], device: str | None) -> list[Any]:
+    """``body(rank, communicator, options of replicas)``"""
+    if isinstance(world, int):
+        return run_local(world, lambda comm: body(comm.rank, comm, {}), timeout_s=40, device=device)
+    in_columns = lambda rank, shard, replicate: body(rank, shard, {"replicate_group": replicate})  # noqa: E731
+    return with_replicas(*world, in_columns, device=device)
+
+
+def checked_ranks(world: World, seed: int, options: dict[str, Any]) -> tuple[list[list[Tensor]], list[str]]:
+    """What the ranks have trained, and what was not in order."""
+
+    def body(rank: int, comm: Communicator, hsdp: dict[str, Any]) -> list[Tensor]:
+        with torchs_streams(f"main of rank {rank}"):
+            return trained(comm, InStreams(rank), seed, {**options, **hsdp})
+
+    with posing(), streams_are_simulated(), checked(seed) as races:
+        got = in_ranks(world, body, "cuda")
+    return got, races
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("world", [1, 2])
-def test_g18_streams_that_only_their_users_join_leave_the_bits_of_one(world: int, options: dict[str, Any]) -> None:
-    def body(rank: int, comm: Communicator) -> list[Tensor]:
-        with torchs_streams() as operations:
-            out = trained(comm, InStreams(), options)
-        assert operations.deferred > STEPS * len(make_params()), "gradients were packed in their streams"
+@pytest.mark.parametrize("world", [1, 2, (2, 2)], ids=str)
+def test_g18_streams_that_only_their_users_join_are_in_order(world: World, options: dict[str, Any]) -> None:
+    body = lambda rank, comm, hsdp: trained(comm, InOne(), 0, {**options, **hsdp})  # noqa: E731
+    expected = in_ranks(world, body, None)
+    for seed in range(2):
+        got, races = checked_ranks(world, seed, options)
+        assert races == [], f"seed {seed}"
+        for rank, tensors in enumerate(got):
+            assert_bitwise_equal(tensors, expected[rank], f"seed {seed}, rank {rank}")
+
+
+def forget_opening(bucket: GradBucket, *_: Any) -> None:
+    bucket._opened_in = [None, None]
+
+
+def forget_preparing(launcher: Launcher, *_: Any, **__: Any) -> None:
+    launcher._prepared_in = None
+
+
+def after(method: Any, forget: Callable[..., None]) -> Any:
+    """``method``, and then what makes an edge go: a stream is not remembered."""
+
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = method(self, *args, **kwargs)
+        forget(self, *args, **kwargs)
         return out
 
-    expected = in_world(world, False, lambda rank, comm: trained(comm, InOne(), options))
-    with streams_are_simulated():
-        got = in_world(world, True, body, delays=3)
-    for rank, tensors in enumerate(got):
-        assert_bitwise_equal(tensors, expected[rank], f"rank {rank}")
+    return both
+
+
+def before(method: Any, forget: Callable[..., None]) -> Any:
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forget(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return both
+
+
+def without_after(method: Any) -> Any:
+    return lambda *args, after=(), **kwargs: method(*args, **kwargs)
+
+
+# Of docs/ordering.md, by number: the place and what is there instead; who is found beside whom.
+EDGES: dict[str, tuple[Any, str, Any, str, str]] = {
+    "2, the memory": (
+        GradBucket, "_open", after(GradBucket._open, forget_opening), "read by launch_accumulate", "bucket.py"
+    ),
+    "2, a parameter": (
+        GradBucket, "_write", before(GradBucket._write, lambda bucket, param, *_: bucket._written_in.pop(param, None)),
+        "bucket.py", "bucket.py",
+    ),
+    "3": (GradBucket, "take_streams", lambda bucket: bucket._written_in.clear() or [], "bucket.py", "launch_accumulate"),
+    "4": (Launcher, "begin_window", after(Launcher.begin_window, forget_preparing), "reduced.py", "launch_accumulate"),
+    # Megatron-LM #5222: the next bucket's gradients overwrite what the reduce-scatter reads.
+    "7": (
+        Slot, "release", lambda slot, after=None, release=Slot.release: release(slot),
+        "read by launch_accumulate", "bucket.py",
+    ),
+    "7a": (replicas, "reduce_scatter", without_after(replicas.reduce_scatter), "launch_accumulate", "read by launch_reduce"),
+    "7d": (
+        Communicator, "_reduce_scatter_into", without_after(Communicator._reduce_scatter_into),
+        "write by launch_accumulate", "memcpy_async",
+    ),
+    "8": (Reductions, "wait", lambda self: None, "launch_fold", "launch_param_sums"),
+    "9, 11": (Handle, "wait", lambda self, *_, **__: self, "write by memcpy_async", "read by aten.mul.Tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_an_edge_that_is_gone_is_found(edge: str) -> None:
+    """With both places."""
+    where, name, instead, one, other = EDGES[edge]
+    races: list[str] = []
+    world = {"7": 2, "7a": (2, 2), "7d": (2, 2), "9, 11": 2}.get(edge, 1)  # one rank: the same order each time
+    for seed in range(12):
+        with mock.patch.object(where, name, instead):
+            races += checked_ranks(world, seed, OPTIONS[seed % 2])[1]
+        pairs = [race.split(" and ") for race in races]
+        if any((one in a and other in b) or (one in b and other in a) for a, b in pairs):
+            return
+    raise AssertionError(f"only {races}")

@@ -2,7 +2,8 @@
 //
 // Device memory is host memory. The default stream (null) belongs to the thread that uses it: what it is given runs at
 // once, in the caller, as torch's CPU operations do, so the two are in order. Every other stream is a worker thread. So
-// a missing wait between streams shows as wrong data, and fake_cuda::set_delays() makes it likely.
+// a missing wait between streams shows as wrong data, and fake_cuda_set_delays() makes it likely. In a check
+// ([Note: checked streams], queues.h) there are no threads, and it is found for sure.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,7 @@ enum cudaError_t : int {
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorStreamCaptureInvalidated = 901,
   cudaErrorStreamCaptureUnjoined = 904,
@@ -30,6 +32,12 @@ enum cudaStreamCaptureMode : int {
   cudaStreamCaptureModeThreadLocal = 1,
   cudaStreamCaptureModeRelaxed = 2,
 };
+enum cudaDriverEntryPointQueryResult : int {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2,
+};
+inline constexpr unsigned long long cudaEnableDefault = 0;
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 inline constexpr unsigned cudaEventDefault = 0;
 inline constexpr unsigned cudaEventDisableTiming = 2;
@@ -77,6 +85,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
@@ -85,5 +95,8 @@ namespace fake_cuda {
 
 // Puts work at the end of a stream; the result is a cudaError_t. Whoever provides the streams defines it.
 int enqueue(cudaStream_t stream, std::function<void()> work);
+// Bytes of the device's memory. False: there are not so many.
+bool take_bytes(size_t size_bytes);
+void give_bytes(size_t size_bytes);
 
 }  // namespace fake_cuda

@@ -9,50 +9,41 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "capture.h"
 #include "cuda_runtime_api.h"
+#include "queues.h"
 
+using fake_cuda::Mark;
+using fake_cuda::MarkRef;
 using fake_cuda::Task;
-using SteadyClock = std::chrono::steady_clock;
 
 namespace {
 
 std::atomic<uint64_t> delay_seed{0};
 std::atomic<bool> drops_work{false};
 
-// What an event stands for: one for each cudaEventRecord, so that waiters keep theirs when the event is recorded again.
-struct Mark {
-  std::atomic<bool> is_done{false};
-  fake_cuda::CapturePoint captured;
-  SteadyClock::time_point time;
-
-  void complete() {
-    time = SteadyClock::now();
-    is_done = true;
-    is_done.notify_all();
-  }
-  bool query() const { return is_done; }
-  void wait() const { is_done.wait(false); }
-};
-using MarkRef = std::shared_ptr<Mark>;
-
 class Worker {
  public:
-  Worker() : thread_([this] { work(); }) {}
   ~Worker() {
     {
       std::lock_guard lock(mutex_);
       is_closed_ = true;
       changed_.notify_all();
     }
-    thread_.join();
+    if (thread_.joinable()) {
+      thread_.join();
+    }
   }
   void push(Task task) {
     std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { work(); });
+    }
     tasks_.push_back(std::move(task));
     changed_.notify_all();
   }
@@ -98,6 +89,16 @@ std::vector<std::pair<void*, size_t>>& sizes() {
   return *list;
 }
 
+// Page-locked memory, by its beginning.
+std::set<const void*>& page_locked() {
+  static auto* const set = new std::set<const void*>();
+  return *set;
+}
+bool is_page_locked(const void* data) {
+  std::lock_guard lock(sizes_mutex);
+  return page_locked().count(data) != 0;
+}
+
 }  // namespace
 
 struct CUstream_st {
@@ -114,13 +115,24 @@ int enqueue(cudaStream_t stream, Task work) {
   if (drops_work || capture_task(stream, work)) {
     return cudaSuccess;
   }
-  if (stream == nullptr) {
+  if (is_checked()) {
+    push_work(stream, std::move(work));
+  } else if (stream == nullptr) {
     work();
   } else {
     stream->worker.push(std::move(work));
   }
   return cudaSuccess;
 }
+
+bool take_bytes(size_t size_bytes) {
+  if (allocated_bytes.fetch_add(size_bytes) + size_bytes <= capacity_bytes) {
+    return true;
+  }
+  allocated_bytes -= size_bytes;
+  return false;
+}
+void give_bytes(size_t size_bytes) { allocated_bytes -= size_bytes; }
 
 }  // namespace fake_cuda
 
@@ -171,57 +183,85 @@ cudaError_t cudaMalloc(void** data, size_t size_bytes) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
-  if (allocated_bytes + size_bytes > capacity_bytes) {
+  if (!fake_cuda::take_bytes(size_bytes)) {
     return cudaErrorMemoryAllocation;
   }
   *data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*data == MAP_FAILED) {
+    fake_cuda::give_bytes(size_bytes);
     return cudaErrorMemoryAllocation;
+  }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::forget(*data, size_bytes);
   }
   std::lock_guard lock(sizes_mutex);
   sizes().emplace_back(*data, size_bytes);
-  allocated_bytes += size_bytes;
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* data) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
+  if (data == nullptr) {
+    return cudaSuccess;
+  }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::synchronize_device();  // as cudaFree does
+  }
   std::lock_guard lock(sizes_mutex);
   for (auto& entry : sizes()) {
-    if (entry.first == data && data != nullptr) {
+    if (entry.first == data) {
       munmap(data, entry.second);
-      allocated_bytes -= entry.second;
+      fake_cuda::give_bytes(entry.second);
       entry = sizes().back();
       sizes().pop_back();
       return cudaSuccess;
     }
   }
-  return data == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+  return cudaErrorInvalidValue;
 }
 cudaError_t cudaHostAlloc(void** data, size_t size_bytes, unsigned) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
   *data = std::malloc(size_bytes);
+  std::lock_guard lock(sizes_mutex);
+  page_locked().insert(*data);
   return *data == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* data) {
+  std::lock_guard lock(sizes_mutex);
+  page_locked().erase(data);
   std::free(data);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind, cudaStream_t stream) {
-  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { std::memmove(to, from, size_bytes); }));
+  if (is_page_locked(from)) {
+    fake_cuda::access_on_host(from, size_bytes, true, "its stores");
+  }
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] {
+    fake_cuda::access(from, size_bytes, false, "memcpy_async");
+    fake_cuda::access(to, size_bytes, true, "memcpy_async");
+    std::memmove(to, from, size_bytes);
+  }));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size_bytes, cudaMemcpyKind) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::synchronize(cudaStream_t{nullptr});
+    fake_cuda::access_on_host(from, size_bytes, false, "memcpy_blocking");
+    fake_cuda::access_on_host(to, size_bytes, true, "memcpy_blocking");
+  }
   std::memmove(to, from, size_bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t size_bytes, cudaStream_t stream) {
-  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] { std::memset(data, value, size_bytes); }));
+  return static_cast<cudaError_t>(fake_cuda::enqueue(stream, [=] {
+    fake_cuda::access(data, size_bytes, true, "memset_async");
+    std::memset(data, value, size_bytes);
+  }));
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
@@ -238,12 +278,19 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 }
 // What is queued still runs; the real one returns at once, this one waits for it.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  if (fake_cuda::is_checked()) {
+    fake_cuda::remove_queue(stream);
+  }
   delete stream;
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
+  }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::synchronize(stream);
+    return cudaSuccess;
   }
   auto mark = std::make_shared<Mark>();
   fake_cuda::enqueue(stream, [mark] { mark->complete(); });
@@ -264,6 +311,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   }
   if (fake_cuda::is_captured(stream)) {
     return fake_cuda::invalidate_capture();  // a graph cannot wait for what is outside, be it done or not
+  }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::push_wait(stream, mark);
+    return cudaSuccess;
   }
   if (mark->query()) {
     return cudaSuccess;
@@ -292,6 +343,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (mark->captured.capture != 0) {
     return cudaSuccess;  // a place in the graph, with no completion outside of it
   }
+  if (fake_cuda::is_checked()) {
+    fake_cuda::push_record(stream, mark);
+    return cudaSuccess;
+  }
   if (stream == nullptr) {  // what it was given has run
     mark->complete();
     return cudaSuccess;
@@ -303,7 +358,9 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return cudaErrorStreamCaptureUnsupported;
   }
   std::lock_guard lock(event->mutex);
-  return event->mark == nullptr || event->mark->query() ? cudaSuccess : cudaErrorNotReady;
+  Mark* const mark = event->mark.get();
+  const bool is_done = mark == nullptr || (fake_cuda::is_checked() ? fake_cuda::query(*mark) : mark->query());
+  return is_done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (fake_cuda::is_forbidden()) {
@@ -314,7 +371,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     std::lock_guard lock(event->mutex);
     mark = event->mark;
   }
-  if (mark != nullptr) {
+  if (mark != nullptr && fake_cuda::is_checked()) {
+    fake_cuda::synchronize(mark);
+  } else if (mark != nullptr) {
     mark->wait();
   }
   return cudaSuccess;
@@ -346,6 +405,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "device not ready";
     case cudaErrorLaunchFailure:
       return "unspecified launch failure";
+    case cudaErrorNotSupported:
+      return "operation not supported";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:

@@ -1,0 +1,46 @@
+"""Window plan: which buckets of a sync window have memory at the same time, if gradients come in order, and where each lies.
+
+Pure: known before the first gradient, and the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from bucketwheel.pool.placement import Interval
+from bucketwheel.pool.plan import Plan
+from bucketwheel.pool.slots import plan_slots
+
+__all__ = ["intervals_in_order", "plan_window"]
+
+
+def plan_window(sizes: Sequence[int], params_of: Sequence[Collection[int]], *, limit: int, overlap: bool) -> Plan:
+    """For buckets of ``sizes`` bytes in the order of their launches, which hold the parameters ``params_of``."""
+    return plan_slots("grads", sizes, intervals_in_order(params_of, limit=limit, overlap=overlap))
+
+
+def intervals_in_order(params_of: Sequence[Collection[int]], *, limit: int, overlap: bool) -> list[Interval]:
+    """Of each bucket, from when to when it has memory, where gradients come from the last parameter to the first. A step is
+    the opening of a bucket, by its first gradient.
+
+    A bucket is launched when its last gradient has come and those before it are launched; without ``overlap`` at the window's
+    end. It keeps its memory until a bucket opens when ``limit`` have been launched from it on: whether it has been read then
+    is not asked, memory goes on in program order.
+    """
+    buckets_of: dict[int, list[int]] = {}
+    for bucket, params in enumerate(params_of):
+        for param in params:
+            buckets_of.setdefault(param, []).append(bucket)
+    missing = [len(params) for params in params_of]
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    launched = 0
+    for param in sorted(buckets_of, reverse=True):
+        for bucket in buckets_of[param]:
+            if bucket not in begins:
+                ends.update({older: len(begins) for older in range(len(ends), launched - limit + 1)})
+                begins[bucket] = len(begins)
+            missing[bucket] -= 1
+            while overlap and launched < len(missing) and not missing[launched]:
+                launched += 1
+    return [(begins[bucket], ends.get(bucket, len(begins))) for bucket in range(len(missing))]

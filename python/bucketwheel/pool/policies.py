@@ -1,0 +1,158 @@
+"""POLICIES: how others lay buffers out, with the signature of `place`, to compare with.
+
+| policy | rule |
+|---|---|
+| double_buffer | two buffers of each role, position in the unit and dtype, by turns; all of one size |
+| fixed_pool | the units whose buckets are those of most units share N sets of buffers by turns; best_fit has the others |
+| max_pool | N sets of buffers for all units; the k-th largest of a set holds the k-th largest bucket of any unit |
+| slot_coloring | per role and dtype: the largest key first, into the slot that wastes least; a slot has the size of its first |
+| best_fit | at its first start, into the smallest range that is free in all its intervals |
+
+N is the smallest with which no two keys that are live at once share a buffer. fixed_pool and max_pool are Megatron-FSDP's
+`FixedPoolAllocator` and `MaxPoolAllocator` with strict assignments (N = 2 there), slot_coloring its experimental
+`TracePoolAllocator`. best_fit is what an allocator does that serves requests as they come, if it knew when each key comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from bucketwheel.native import core
+from bucketwheel.pool.placement import Interval, Key, Placement, PlanKey, Users, in_canonical_order, placement_at
+
+__all__ = ["MANY_LIFETIMES", "POLICIES"]
+
+MANY_LIFETIMES = 2_000  # with more, policies that go by roles take long: they try all pairs of keys
+
+_Slots = dict[Any, list[Key]]
+
+
+class _Request:
+    """The arguments of `place`, checked."""
+
+    def __init__(
+        self,
+        sizes: Mapping[Key, int],
+        intervals: Mapping[Key, Sequence[Interval]],
+        keys: Mapping[Key, PlanKey] | None,
+        align: int,
+    ) -> None:
+        self.asked = in_canonical_order(sizes, intervals, align)
+        self.sizes = {key: size for key, (size, _) in self.asked.items()}
+        self.best_fit = core.place_best_fit(list(self.asked.values()))
+        self.of = {key: PlanKey(*keys[key]) for key in self.asked} if keys is not None else {}
+        self.units: dict[int, list[Key]] = defaultdict(list)
+        for key, of in self.of.items():
+            self.units[of.unit].append(key)
+
+    def slots(self, slot_of: Callable[[Key, PlanKey], Any]) -> _Slots:
+        """Without the keys that ``slot_of`` has None for."""
+        slots: _Slots = defaultdict(list)
+        for key, of in self.of.items():
+            slots[slot_of(key, of)].append(key)
+        slots.pop(None, None)
+        return slots
+
+    def take_turns(self, members: Iterable[Key]) -> bool:
+        """Whether no two are live at once."""
+        spans = sorted(live for key in members for live in self.asked[key][1])
+        return all(before[1] <= after[0] for before, after in pairwise(spans))
+
+    def laid_out(self, slots: _Slots) -> dict[Key, int] | None:
+        """Slot behind slot, each as large as its largest key, and behind them the keys that are in none, by best fit.
+
+        None if two keys of a slot are live at once.
+        """
+        if not all(map(self.take_turns, slots.values())):
+            return None
+        offsets, at = {}, 0
+        for members in slots.values():
+            offsets.update(dict.fromkeys(members, at))
+            at += max(self.sizes[key] for key in members)
+        rest = [key for key in self.asked if key not in offsets]
+        found = core.place_best_fit([self.asked[key] for key in rest])
+        return offsets | {key: at + offset for key, offset in zip(rest, found.offsets, strict=True)}
+
+    def by_turns(self, slot_of: Callable[[int, Key, PlanKey], Any]) -> dict[Key, int] | None:
+        """With the smallest number of sets that does, which ``slot_of`` is given first."""
+        tries = (self.laid_out(self.slots(partial(slot_of, sets))) for sets in range(1, len(self.units) + 1))
+        return next((offsets for offsets in tries if offsets is not None), None)
+
+
+def _double_buffer(request: _Request) -> dict[Key, int] | None:
+    slots = request.slots(lambda _, of: (of.role, of.position, of.dtype, of.unit % 2))
+    sizes: dict[Any, set[int]] = defaultdict(set)
+    for slot, members in slots.items():
+        sizes[slot[:-1]].update(request.sizes[key] for key in members)
+    return request.laid_out(slots) if all(len(found) == 1 for found in sizes.values()) else None
+
+
+def _fixed_pool(request: _Request) -> dict[Key, int] | None:
+    shapes = {
+        unit: tuple(sorted((request.of[key][0], *request.of[key][2:], request.sizes[key]) for key in members))
+        for unit, members in request.units.items()
+    }
+    usual = Counter(shapes[unit] for unit in sorted(shapes)).most_common(1)[0][0]
+    turn = {unit: at for at, unit in enumerate(sorted(unit for unit in shapes if shapes[unit] == usual))}
+    return request.by_turns(
+        lambda n, key, of: (turn[of.unit] % n, of.role, of.position, of.dtype) if of.unit in turn else None
+    )
+
+
+def _max_pool(request: _Request) -> dict[Key, int] | None:
+    turn = {unit: at for at, unit in enumerate(sorted(request.units))}
+    rank: dict[Key, int] = {}
+    for same in request.slots(lambda _, of: (of.unit, of.role, of.dtype)).values():
+        rank.update({key: k for k, key in enumerate(sorted(same, key=lambda key: -request.sizes[key]))})
+    return request.by_turns(lambda n, key, of: (turn[of.unit] % n, of.role, of.dtype, rank[key]))
+
+
+def _slot_coloring(request: _Request) -> dict[Key, int] | None:
+    slots: _Slots = {}
+    for key in sorted(request.asked, key=lambda key: -request.sizes[key]):
+        kind = (request.of[key].role, request.of[key].dtype)
+        fitting = [slot for slot in slots if slot[:2] == kind and request.take_turns([*slots[slot], key])]
+        slot = min(fitting, key=lambda slot: request.sizes[slots[slot][0]], default=(*kind, len(slots)))
+        slots.setdefault(slot, []).append(key)
+    return request.laid_out(slots)
+
+
+def _best_fit(request: _Request) -> dict[Key, int] | None:
+    return dict(zip(request.asked, request.best_fit.offsets, strict=True))
+
+
+def _policy(
+    rule: Callable[[_Request], dict[Key, int] | None], *, needs_keys: bool = True
+) -> Callable[..., Placement | None]:
+    def policy(
+        sizes: Mapping[Key, int],
+        intervals: Mapping[Key, Sequence[Interval]],
+        *,
+        keys: Mapping[Key, PlanKey] | None = None,
+        streams: Mapping[Key, Sequence[Users]] | None = None,
+        align: int = 512,
+        effort: int = 0,
+    ) -> Placement | None:
+        if needs_keys and keys is None:
+            return None
+        request = _Request(sizes, intervals, keys, align)
+        offsets = rule(request) if sizes else {}
+        if offsets is None:
+            return None
+        in_order = [offsets[key] for key in request.asked]
+        return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
+
+    return policy
+
+
+POLICIES: dict[str, Callable[..., Placement | None]] = {
+    "double_buffer": _policy(_double_buffer),
+    "fixed_pool": _policy(_fixed_pool),
+    "max_pool": _policy(_max_pool),
+    "slot_coloring": _policy(_slot_coloring),
+    "best_fit": _policy(_best_fit, needs_keys=False),
+}

@@ -1,0 +1,229 @@
+"""Trace: which leases a pool had, in which order, as a value and as a file.
+
+>>> trace = Trace("train", [TraceEvent("acquire", 0, "a", 4096, -1), TraceEvent("release", 0, "a", 4096, -1)])
+>>> trace.lifetimes().intervals
+{'a': [(0, 1)]}
+
+A file has one JSON value a line: first ``{"bucketwheel_trace": 1, "name": ..., "align": ...}``, then one object an
+event, with the fields of `TraceEvent`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from bucketwheel.pool.placement import Interval, PlanKey, Users, aligned
+
+__all__ = ["Lifetimes", "Trace", "TraceEvent"]
+
+HEADER = "bucketwheel_trace"
+VERSION = 1
+_KINDS = ("live", "acquire", "use", "release")
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One call of a pool. A ``use`` says that another stream than the acquire's works on the lease."""
+
+    kind: str  # "live" (at the begin of the trace), "acquire", "use", "release"
+    lease: int  # the number of the lease in the trace
+    key: str  # "" for an unnamed lease
+    nbytes: int  # asked for
+    stream: int  # a small number per stream, in the order of first appearance; -1: the host
+    where: str = ""  # "file.py:12 in name" of the acquire, or ""
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """What a plan is made of, by key, in the order of the first acquires; the arguments of `place`.
+
+    ``steps``: every interval stops there or before. ``unnamed_bytes``: the most at once of leases without a key, which
+    are in none of the dicts.
+    """
+
+    sizes: dict[str, int]
+    intervals: dict[str, list[Interval]]
+    keys: dict[str, PlanKey] | None
+    streams: dict[str, list[Users]] | None
+    steps: int
+    unnamed_bytes: int = 0
+
+    def with_slack(self, slack: Mapping[str, int]) -> Lifetimes:
+        """Keys of a role in ``slack`` stay reserved until so many further acquires of their role have been made, to the
+        end if there are fewer, but never into their own next interval. 0 is the least memory; 1 is a double buffer.
+
+        Raises ValueError for a role that no key has, or a negative number.
+        """
+        keys_of: dict[str, list[str]] = defaultdict(list)  # by role
+        for key, of in (self.keys or {}).items():
+            keys_of[of.role].append(key)
+        reserved = dict(self.intervals)
+        for role, count in slack.items():
+            if role not in keys_of or type(count) is not int or count < 0:
+                raise ValueError(f"slack of {count} for {role!r}; the roles are {', '.join(keys_of) or '(none)'}")
+            acquires = sorted(start for key in keys_of[role] for start, _ in self.intervals[key])
+            for key in keys_of[role]:
+                reserved[key] = self._reserved(self.intervals[key], acquires, count)
+        return replace(self, intervals=reserved)
+
+    def _reserved(self, intervals: list[Interval], acquires: list[int], count: int) -> list[Interval]:
+        """``intervals`` of a key, each until ``count`` of the sorted ``acquires`` have come behind it."""
+        found = []
+        next_starts = [start for start, _ in intervals[1:]] + [self.steps]
+        for (start, stop), next_start in zip(intervals, next_starts, strict=True):
+            last = bisect_left(acquires, stop) + count - 1
+            until = acquires[last] + 1 if last < len(acquires) else self.steps
+            found.append((start, min(max(stop, until), next_start)))
+        return found
+
+
+@dataclass
+class Trace:
+    """The calls of one pool, usually in one training step."""
+
+    name: str
+    events: list[TraceEvent] = field(default_factory=list)
+    align: int = 512  # of the pool, in bytes
+
+    def lifetimes(self, slack: Mapping[str, int] | None = None) -> Lifetimes:
+        """When each key is live, in positions in ``events``.
+
+        - A lease is live from its acquire until its release, or until the end of the trace. What was live at the begin
+          comes before any release, so it conflicts with the same keys as if it were live from position 0. A key that no
+          step acquires is left out: it lies where it is.
+        - The size of a key is its largest.
+        - The role of ``"grads/3/1"`` is what stands before the first ``/``; unit and position are the numbers behind
+          it, else the key's place in the order of first acquires, and 0. A trace knows no dtypes.
+        - The streams of an interval are those of its acquire, and of its uses and release.
+
+        ``slack``: see `Lifetimes.with_slack`. Raises ValueError for a trace that no pool can have made: a lease that is
+        released but not live, or two of one key at once.
+        """
+        sizes: dict[str, int] = {}
+        intervals: dict[str, list[Interval]] = {}
+        streams: dict[str, list[Users]] = {}
+        changes: list[tuple[int, int]] = []  # of the bytes of unnamed leases
+        acquired = {event.key for event in self.events if event.kind == "acquire"}
+        for lease in _leases(self.events, "event {}".format):
+            key, nbytes, producer = lease.acquire.key, lease.acquire.nbytes, lease.acquire.stream
+            if not key:
+                size = aligned(nbytes, self.align)
+                changes += [(lease.start, size), (lease.stop, -size)]
+            elif key in acquired:
+                sizes[key] = max(sizes.get(key, 0), nbytes)
+                intervals.setdefault(key, []).append((lease.start, lease.stop))
+                users = tuple(dict.fromkeys(stream for stream in lease.streams if stream != producer))
+                streams.setdefault(key, []).append((producer, users))
+        keys = {key: plan_key(key, order) for order, key in enumerate(sizes)}
+        unnamed_bytes = max(itertools.accumulate((size for _, size in sorted(changes)), initial=0))
+        found = Lifetimes(sizes, intervals, keys, streams, len(self.events), unnamed_bytes)
+        return found.with_slack(slack) if slack else found
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file anew."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps({HEADER: VERSION, "name": self.name, "align": self.align}) + "\n")
+            file.writelines(json.dumps(vars(event)) + "\n" for event in self.events)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """The trace that `save` wrote. ValueError naming the file and the record (the first is 1) if it is damaged."""
+
+        def place(number: int) -> str:
+            return f"{path}, record {number}"
+
+        events = []
+        with open(path, "rb") as file:
+            name, align = _header(_record(file.readline(), place(1)), place(1))
+            for number, line in enumerate(file, 2):
+                events.append(_event(_record(line, place(number)), place(number)))
+        _leases(events, lambda at: place(at + 2))
+        return cls(name, events, align)
+
+
+@dataclass
+class _Lease:
+    acquire: TraceEvent
+    start: int
+    stop: int
+    streams: list[int] = field(default_factory=list)  # of its uses and of its release
+
+
+def _leases(events: Sequence[TraceEvent], place: Callable[[int], str]) -> list[_Lease]:
+    """In the order of the acquires. ValueError with the ``place`` of the first event that cannot be."""
+    found: dict[int, _Lease] = {}
+    ended: set[int] = set()
+    holders: dict[str, int] = {}
+    for at, event in enumerate(events):
+        if event.kind in ("live", "acquire"):
+            if event.lease in found:
+                raise ValueError(f"{place(at)}: lease {event.lease} is acquired a second time")
+            if event.key and event.key in holders:
+                raise ValueError(f"{place(at)}: key {event.key!r} is acquired while lease {holders[event.key]} has it")
+            holders[event.key] = event.lease
+            found[event.lease] = _Lease(event, at, len(events))
+            continue
+        if event.lease not in found or event.lease in ended:
+            why = "already released" if event.lease in ended else "never acquired"
+            raise ValueError(f"{place(at)}: {event.kind} of lease {event.lease}, which was {why}")
+        lease = found[event.lease]
+        lease.streams.append(event.stream)
+        if event.kind == "release":
+            lease.stop = at
+            ended.add(event.lease)
+            holders.pop(lease.acquire.key, None)
+    return list(found.values())
+
+
+def plan_key(key: str, order: int) -> PlanKey:
+    """What the name of a key says to policies; ``order``: of its first acquire."""
+    role, *rest = key.split("/")
+    numbers = [int(part) for part in rest if part.isdecimal()]
+    return PlanKey(role, numbers[0] if numbers else order, numbers[1] if len(numbers) > 1 else 0, "")
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _record(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: {str(found)[:80]!r}, expected an object")
+    return found
+
+
+def _header(found: dict[str, Any], place: str) -> tuple[str, int]:
+    if found.get(HEADER) != VERSION:
+        raise ValueError(f"{place}: {HEADER!r} is {found.get(HEADER)!r}, expected {VERSION}")
+    name, align = found.get("name"), found.get("align")
+    if not isinstance(name, str) or type(align) is not int or align < 1:
+        raise ValueError(f"{place}: name {name!r} and align {align!r}, expected text and a positive number")
+    return name, align
+
+
+_TYPES = get_type_hints(TraceEvent)
+_LEAST = {"lease": 0, "nbytes": 0, "stream": -1}
+
+
+def _event(found: dict[str, Any], place: str) -> TraceEvent:
+    if found.keys() != _TYPES.keys():
+        odd = next(iter(found.keys() ^ _TYPES.keys()))
+        raise ValueError(f"{place}: the field {odd!r} is {'unknown' if odd in found else 'missing'}")
+    for name, value in found.items():
+        if type(value) is not _TYPES[name]:
+            raise ValueError(f"{place}: {name} is {value!r}, expected {'text' if _TYPES[name] is str else 'a number'}")
+        if name in _LEAST and found[name] < _LEAST[name]:
+            raise ValueError(f"{place}: {name} is {value}, expected at least {_LEAST[name]}")
+    if found["kind"] not in _KINDS:
+        raise ValueError(f"{place}: kind is {found['kind']!r}, expected one of {', '.join(_KINDS)}")
+    return TraceEvent(**found)

@@ -1,0 +1,194 @@
+"""``python -m bucketwheel plan TRACE``: the memory of a recorded step as `Pool.plan` places it, and as others do.
+
+TRACE is what `Trace.save` wrote, a memory snapshot of torch.cuda or a table of intervals (CSV); its content tells
+which. Exit status: 0; 1 if TRACE cannot be read, or ``--policy`` has no placement. `read` looks, `replay` places,
+`facts` and `render` tell, `tetris.drawn` draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketwheel.tools import tetris
+
+if TYPE_CHECKING:  # doctor also runs where these cannot be imported
+    from bucketwheel.pool.placement import Placement
+    from bucketwheel.pool.plan import Plan
+    from bucketwheel.pool.trace import Lifetimes
+
+__all__ = ["Recording", "Replay", "add_arguments", "facts", "main", "read", "render", "replay"]
+
+_LISTED_KEYS = 20
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace of one of the formats. ``where``: the place in the code of the last acquire, by key."""
+
+    name: str
+    lifetimes: Lifetimes  # its ``keys`` are None for a snapshot
+    align: int = 512
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What `place` and the policies make of a recording."""
+
+    recording: Recording
+    plan: Plan
+    results: dict[str, tuple[Placement | str, float]]  # by policy: a placement or why there is none, and milliseconds
+
+    def placement(self, policy: str) -> Placement:
+        """ValueError if the policy has none."""
+        found = self.results.get(policy, (f"unknown; there are {', '.join(self.results)}", 0.0))[0]
+        if isinstance(found, str):
+            raise ValueError(f"policy {policy!r}: {found}")
+        return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL of a pool, pickle of torch, or CSV")
+    parser.add_argument("--policy", default="", help="list the offsets of this one; and draw it")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw offsets over time")
+    parser.add_argument("--json", action="store_true", help="one object of JSON instead of text")
+    parser.add_argument(
+        "--slack", action="append", default=[], metavar="ROLE=N", help="so many further acquires of a role before reuse"
+    )
+    parser.add_argument("--align", type=int, help="of offsets, in bytes; else that of the trace, or 512")
+    parser.add_argument("--effort", type=int, default=20_000, help="how often the search may put a key somewhere")
+    parser.add_argument("--device", type=int, help="of a snapshot of several devices")
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        if options.plot and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install bucketwheel[plot]")
+        recording = read(options.trace, options.device, _slack(options.slack))
+        found = replay(recording, recording.align if options.align is None else options.align, options.effort)
+        told = facts(found, options.policy)
+        if options.plot:
+            tetris.drawn(found, options.policy or "place").savefig(options.plot)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(told) if options.json else render(told, recording.where))
+    return 0
+
+
+def _slack(options: list[str]) -> dict[str, int]:
+    found = {}
+    for option in options:
+        role, _, count = option.rpartition("=")
+        if not role or not count.isdecimal():
+            raise ValueError(f"--slack is {option!r}, expected ROLE=N")
+        found[role] = int(count)
+    return found
+
+
+def read(path: Path, device: int | None = None, slack: Mapping[str, int] | None = None) -> Recording:
+    """The recording in a file. ValueError naming file and record for a bad one."""
+    from bucketwheel.pool import foreign_traces
+    from bucketwheel.pool.trace import Trace
+
+    with open(path, "rb") as file:
+        first = file.read(1)
+    if first not in (b"\x80", b"{"):  # of a pickle since protocol 2, and of JSON
+        found = foreign_traces.from_csv(path)
+        return Recording(path.name, found.with_slack(slack) if slack else found)
+    trace = Trace.load(path) if first == b"{" else foreign_traces.from_snapshot(path, device)
+    found = trace.lifetimes(slack)
+    where = {event.key: event.where for event in trace.events if event.where and event.key}
+    return Recording(trace.name, found if first == b"{" else replace(found, keys=None), trace.align, where)
+
+
+def replay(recording: Recording, align: int, effort: int = 20_000) -> Replay:
+    from bucketwheel.pool.plan import Plan
+    from bucketwheel.pool.policies import MANY_LIFETIMES, POLICIES
+
+    name, found, clock = recording.name, recording.lifetimes, time.perf_counter
+    lifetimes = sum(map(len, found.intervals.values()))
+    # In one stream nothing is a wait. Without streams every reuse would be one.
+    streams = found.streams or {key: [(0, ())] * len(intervals) for key, intervals in found.intervals.items()}
+    began = clock()
+    plan = Plan.of(name, found.sizes, found.intervals, keys=found.keys, streams=streams, align=align, effort=effort)
+    results: dict[str, tuple[Placement | str, float]] = {"place": (plan.placement, 1e3 * (clock() - began))}
+    keys, why = found.keys, "cannot hold these sizes" if found.keys else "needs roles"
+    if keys and lifetimes > MANY_LIFETIMES:
+        keys, why = None, f"not tried for more than {MANY_LIFETIMES:,} lifetimes"
+    for policy, rule in POLICIES.items():
+        began = clock()
+        placement = rule(plan.sizes, plan.intervals, keys=keys, streams=streams, align=align)
+        results[policy] = placement or why, 1e3 * (clock() - began)
+    return Replay(recording, plan, results)
+
+
+def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
+    """All that is to be told, as values that JSON can hold; with the offsets of ``policy``."""
+    plan, lifetimes = replay.plan, replay.recording.lifetimes
+    step, keys = plan.peak()
+    rows: dict[str, Any] = {}
+    for name, (found, ms) in replay.results.items():
+        if isinstance(found, str):
+            rows[name] = {"none": found}
+            continue
+        rows[name] = {
+            "total_bytes": found.total_bytes,
+            "over_load": found.total_bytes / plan.load_bytes - 1 if plan.load_bytes else 0.0,
+            "saved_bytes": found.total_bytes - plan.total_bytes,
+            "proven_optimal": found.proven_optimal,
+            "ms": round(ms, 2),
+        }
+    told = {
+        "trace": replay.recording.name,
+        "keys": len(lifetimes.sizes),
+        "lifetimes": sum(map(len, lifetimes.intervals.values())),
+        "steps": lifetimes.steps,
+        "align": plan.align,
+        "load_bytes": plan.load_bytes,
+        "unnamed_bytes": lifetimes.unnamed_bytes,
+        "waits": None if lifetimes.streams is None else len(plan.waits),
+        "peak": {"step": step, "keys": {key: lifetimes.sizes[key] for key in keys}},
+        "policies": rows,
+    }
+    if policy:
+        told["offsets"] = dict(sorted(replay.placement(policy).offsets.items(), key=lambda item: item[1]))
+    return told
+
+
+def render(told: Mapping[str, Any], where: Mapping[str, str]) -> str:
+    lines = [
+        f"{told['trace']}: {told['keys']:,} keys, {told['lifetimes']:,} lifetimes, {told['steps']:,} steps",
+        f"at least {told['load_bytes']:,} bytes: the load, of offsets that are multiples of {told['align']}",
+    ]
+    if told["waits"] is not None:
+        lines.append(f"{told['waits']:,} waits of one stream for another")
+    if told["unnamed_bytes"]:
+        lines.append(f"and at most {told['unnamed_bytes']:,} bytes at once of unnamed leases, which no plan places")
+    lines += ["", f"{'policy':14} {'bytes':>19} {'over load':>10} {'saved':>19} {'proven':>7} {'ms':>10}"]
+    for name, row in told["policies"].items():
+        if "none" in row:
+            lines.append(f"{name:14} {row['none']}")
+            continue
+        proven = "yes" if row["proven_optimal"] else ""
+        lines.append(
+            f"{name:14} {row['total_bytes']:>19,} {100 * row['over_load']:>8.1f} % {row['saved_bytes']:>19,} "
+            f"{proven:>7} {row['ms']:>10.1f}"
+        )
+    keys = told["peak"]["keys"]
+    lines += ["", f"at step {told['peak']['step']:,} most bytes are live, in {len(keys):,} keys:"]
+    for key, nbytes in list(keys.items())[:_LISTED_KEYS]:
+        lines.append(f"{nbytes:>19,}  {key}  {where.get(key, '')}".rstrip())
+    if len(keys) > _LISTED_KEYS:
+        lines.append(f"{sum(list(keys.values())[_LISTED_KEYS:]):>19,}  in {len(keys) - _LISTED_KEYS:,} more")
+    if "offsets" in told:
+        lines += ["", f"{'offset':>19}  key", *(f"{at:>19,}  {key}" for key, at in told["offsets"].items())]
+    return "\n".join(lines)
