@@ -382,15 +382,27 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-    frames = sys._current_frames()
-    hung = {}
-    for rank, thread in enumerate(threads):
-        if thread.is_alive():
-            frame = frames.get(thread.ident or 0)
-            hung[rank] = f"did not finish in time; left behind\n{''.join(traceback.format_stack(frame))}"
-    if failures or hung:
-        raise RankFailed({**failures, **hung}, dict(results), world_size)
+    hung = {rank: thread.ident or 0 for rank, thread in enumerate(threads) if thread.is_alive()}
+    stacks = _stacks_of_threads() if hung else {}
+    for rank, ident in hung.items():
+        failures[rank] = f"did not finish in time; left behind\n{stacks.get(ident, '')}"
+    if failures:
+        raise RankFailed(dict(failures), dict(results), world_size)
     return [results[rank] for rank in range(world_size)]
+
+
+def _stacks_of_threads() -> dict[int, str]:
+    """The stack of every thread as text, by `threading.get_ident`. In Python 3.11 before 3.11.12, a garbage collection
+    inside of `sys._current_frames` that gives up the GIL hangs if another thread begins or ends just then
+    (python/cpython#106883)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frames = sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+    return {ident: "".join(traceback.format_stack(frame)) for ident, frame in frames.items()}
 
 
 def assert_bitwise_equal(actual: Any, expected: Any, name: str = "") -> None:

@@ -1,6 +1,7 @@
 """The runners report what went wrong on each rank, keep their deadlines and leave nothing behind."""
 
 import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -199,6 +200,22 @@ def test_threads_return_results_and_report_failures_and_hangs():
 
 def planted_thread_wait(rank, world_size, release):
     release.wait(30)
+
+
+def test_no_collection_while_python_looks_at_the_stacks_of_threads():
+    """One that gives up the GIL may hang beside a thread that begins or ends (python/cpython#106883)."""
+    release, collects = threading.Event(), []
+    frames = sys._current_frames
+    with mock.patch.object(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or frames()):
+        run_threads(raise_on_rank, 2, -1)
+        assert collects == [], "nobody hangs"
+        try:
+            with pytest.raises(RankFailed, match="planted_thread_wait"):
+                run_threads(planted_thread_wait, 2, release, timeout_s=0.2)
+        finally:
+            release.set()
+    assert collects == [False]
+    assert gc.isenabled()
 
 
 def test_equal_bits_pass():
