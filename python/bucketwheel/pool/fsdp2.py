@@ -12,7 +12,7 @@
 | buffer | asked for | dropped | memory |
 |---|---|---|---|
 | flat output of the all-gather | by the gather's object | when it is copied out to the parameters | the pool's |
-| flat input of the reduce-scatter | by the other object, first | when a later unit is reduced, or the backward ends | the pool's |
+| flat input of the reduce-scatter | by the other object, first | when a later unit is reduced, or backward ends | the pool's |
 | its output | by the same object, next | it is the gradient, or what becomes one | torch's |
 
 A buffer's lease ends with its last reference. On CUDA its bytes then count as used until what is in the stream of its
