@@ -119,8 +119,12 @@ inline void bind_device(py::module_& m) {
            "Seconds from ``start`` to this event. Both recorded with ``timing=True`` and complete, else ValueError.");
 
   py::class_<Stream, StreamRef>(m, "Stream", "An ordered queue of work: a worker thread (CPU), or a CUDA stream.")
-      .def(py::init([](std::string name, int device) { return device_at(device).new_stream(std::move(name)); }),
-           py::arg("name") = "stream", py::arg("device") = -1, Unlocked())
+      // Not Unlocked(), which would hold for the object's entry in pybind11's table as well.
+      .def(py::init([](std::string name, int device) {
+             const py::gil_scoped_release unlocked;
+             return device_at(device).new_stream(std::move(name));
+           }),
+           py::arg("name") = "stream", py::arg("device") = -1)
       .def("record", &Stream::record, py::arg("timing") = false, Unlocked(),
            "An Event that completes when everything enqueued so far has run.")
       .def("wait", &Stream::wait, py::arg("event").none(false), Unlocked(),

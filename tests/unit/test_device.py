@@ -59,6 +59,37 @@ def test_waiting_leaves_other_python_threads_running() -> None:
     assert ticks > 5
 
 
+STREAMS_IN_THREADS = """
+import sys, threading
+from bucketwheel.native import core
+
+def make():
+    for _ in range(150):
+        core.Stream("short", -1)
+
+def record(stream):
+    for _ in range(8000):
+        stream.record()
+
+sys.setswitchinterval(1e-5)
+kept = [core.Stream("long", -1) for _ in range(2)]
+for _ in range(4):
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    threads += [threading.Thread(target=record, args=[stream]) for stream in kept]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_streams_may_be_made_in_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STREAMS_IN_THREADS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_wrong_arguments_name_themselves() -> None:
     stream = core.Stream("wrong")
     with pytest.raises(ValueError, match="timeout must be at least 0"):
