@@ -14,17 +14,15 @@ import gc
 import os
 import signal
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import cores
 
 ROOT = Path(__file__).resolve().parents[1]
-pytest_plugins = ["tests.support.rank_pools"]
+pytest_plugins = ["tests.support.rank_pools", "tests.support.scheduling"]
 DEFAULT_TIMEOUT_S = 120.0
 SETUP_TIMEOUT_S = 400.0
 LONG = (
@@ -94,31 +92,6 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first: at the end no worker is left alone with it."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))  # the rest stays in order
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one worker's, and so are all of tests/frameworks: their imports are paid once. But the runs of
-    test_native.py are shared out by how the C++ tests are compiled: together they take half an hour. So are those of the
-    optimizer's suite, in four parts.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            name, _, case = nodeid.partition("[")
-            if nodeid.startswith("tests/frameworks/"):
-                return "tests/frameworks/"
-            if name == "tests/native/test_native.py::test_native":
-                return name + next((preset for preset in ("thread", "address") if preset in case.split("-")[1]), "")
-            if name.startswith("tests/native/test_native.py::"):
-                return name
-            suite = "tests/conformance/optimizer/test_suite.py::"
-            if nodeid.startswith(suite):
-                return f"{suite}{zlib.crc32(nodeid.encode()) % 4}"
-            return super()._split_scope(nodeid)
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture

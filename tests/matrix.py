@@ -71,8 +71,7 @@ EXAMPLE = (
     "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --steps 24 --lr 3e-3 --warmup 2 --evaluate-every 8 "
     "--evaluate-batches 2 --text-bytes 300000 --compare ddp"
 ).split()
-# Where a worker has crashed, others would wait for its file for ever.
-WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+WORKERS = ("-n", "2", "--dist", "loadfile")
 
 # The native module alone, without the package around it, whose import needs torch.
 BUILD_ALONE = """
