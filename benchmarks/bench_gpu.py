@@ -164,7 +164,8 @@ def clip_and_step(bench: Bench) -> None:
             system.clip()
             kernels = {call: count for call, count in calls.since().items() if call.startswith("launch_")}
             bench.add(
-                f"clip {config}", system.numel, timings[f"{name}/clip"], peer="clip_grad_norm_", peer_timing=timings[f"{TORCH}/clip"],
+                f"clip {config}", system.numel, timings[f"{name}/clip"],
+                peer="clip_grad_norm_", peer_timing=timings[f"{TORCH}/clip"],
                 size_bytes=system.clip_bytes or None, kernels=kernels,
             )  # fmt: skip
             system.close()
