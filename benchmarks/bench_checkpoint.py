@@ -13,9 +13,11 @@ save: save and load of the rank's parameters and states ("load": into a new job'
         and one of its folder, then renamed over the last one; no checksums, no metadata.
     fsdp2: the same model under FSDP2 with fused AdamW; stock dcp.save with FileSystemWriter(sync_files=True), and dcp.load
         in place. Its state dicts are made before, which favours it.
-  A time is that of the job: from the first rank's begin to the last rank's end. "limit": `BareFiles.load_checked`.
+    limit: what a load has to do at least, `BareFiles.load_checked`.
+  A time is that of the job: from the first rank's begin to the last rank's end.
 stall: the call of `async_save`, plus what 10 steps (batch 1 x 64 tokens) that begin right after it take longer than 10 steps
-    without a save, against our synchronous save. A stall of 0 or less was lost in the noise.
+    without a save, against our synchronous save, and against the processor time that both add to a rank, since both cores
+    train. A stall of 0 or less was lost in the noise.
 stock: `optimizer.state_dict()` and `dcp.async_save` of it until that returns, with a stager that is kept, against a memcpy of
     the rank's states into buffers that are kept; "state_dict_s" and "call_s" are the two parts.
 snapshots: what `bw.Snapshots` does within `step`, against a memcpy of the rank's gradient shard; and a training step of the
@@ -57,13 +59,12 @@ STATES = 3  # of each parameter: itself and two moments
 STALL_STEPS = 10
 GOALS = {  # ratio peer / ours, at least
     ("save", "bare"): 1 / 1.1,
-    ("load", "bare"): 1 / 1.1,
+    ("load", "limit"): 1 / 1.6,
     ("save", "fsdp2"): 1.0,
     ("load", "fsdp2"): 1.0,
     ("load again", "fsdp2"): 1.0,
-    ("load from the disk", "bare"): 1 / 1.1,
     ("load from the disk", "fsdp2"): 1.0,
-    ("async_save: stall", "save"): 20.0,
+    ("async_save: stall", "its processor time"): 1.0,
     ("stock dcp.async_save: call", "memcpy"): 1 / 1.3,
     ("snapshots: in step", "memcpy"): 1 / 1.5,
     ("snapshots: step of 4 x 256 tokens", "without"): 1 / 1.05,
@@ -274,14 +275,13 @@ def run_save(results: Results, config: GptConfig, folder: Path, repeats: int) ->
         times = {name: of_job([rank[what][name][0] for rank in ranks]) for name in ranks[0][what]}
         cpu_s = {name: max(rank[what][name][1] for rank in ranks) for name in times}
         extra = {name: max(rank[what][name][2] for rank in ranks) for name in times}
-        for peer in ("bare", "fsdp2"):
+        for peer in [name for name in ("bare", "fsdp2", "limit") if name in times]:
             add(
                 results,
                 case,
                 times[ours],
                 peer,
                 times[peer],
-                limit_s=times["limit"].median_s if "limit" in times else None,
                 bytes=sum(rank["bytes"] for rank in ranks),
                 ours_cpu_s=cpu_s[ours],
                 peer_cpu_s=cpu_s[peer],
@@ -338,15 +338,18 @@ def stall_job(rank: Rank, config: GptConfig, folder: Path, repeats: int) -> dict
 def run_stall(results: Results, config: GptConfig, folder: Path, repeats: int) -> None:
     ranks = run_ranks(WORLD, stall_job, config, folder, repeats, timeout_s=3600).values
     times = {name: slowest([rank[name] for rank in ranks]) for name in ("save", "steps", "stalled", "call")}
+    stall = times["stalled"].minus(times["steps"])
+    cpu = slowest([rank["cpu"]["stalled"].minus(rank["cpu"]["steps"]) for rank in ranks])
+    add(results, "async_save: stall", stall, "its processor time", cpu)
     add(
         results,
         "async_save: stall",
-        times["stalled"].minus(times["steps"]),
+        stall,
         "save",
         times["save"],
         call_s=times["call"].median_s,
         steps_s=times["steps"].median_s,
-        ours_cpu_s=max(rank["cpu"]["stalled"].minus(rank["cpu"]["steps"]).median_s for rank in ranks),
+        ours_cpu_s=cpu.median_s,
         peer_cpu_s=max(rank["cpu"]["save"].median_s for rank in ranks),
         staged_mib=max(rank["staged"] for rank in ranks) / 2**20,
         ours_extra_mib=max(rank["grown"] for rank in ranks) / 2**20,
@@ -484,11 +487,10 @@ def add(
     ours: Timing,
     peer: str,
     peer_timing: Timing,
-    limit_s: float | None = None,
     **extra: Any,
 ) -> None:
     goal = GOALS.get((case.split(",")[0], peer))
-    line = results.add(case, ours, peer=peer, peer_timing=peer_timing, limit_s=limit_s, goal=goal, **extra)
+    line = results.add(case, ours, peer=peer, peer_timing=peer_timing, goal=goal, **extra)
     facts = {**extra, "goal": goal, "reached": None if goal is None else line["ratio"] >= goal or line["ours_s"] <= 0}
     told = ", ".join(f"{key} {value:.4g}" for key, value in facts.items() if value is not None)
     print(f"{case} / {peer}: ratio {line['ratio']:.3f}, {told}", flush=True)

@@ -115,15 +115,18 @@ def test_checkpoints_have_a_line_for_every_case_and_peer(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     found = {(line["case"], line["peer"]): line for line in map(json.loads, (tmp_path / "lines").open())}
     assert list(found) == [
-        *((what, peer) for what in ("save", "load", "load again", "load from the disk") for peer in ("bare", "fsdp2")),
+        *(("save", peer) for peer in ("bare", "fsdp2")),
+        *((what, peer) for what in ("load", "load again", "load from the disk") for peer in ("bare", "fsdp2", "limit")),
+        ("async_save: stall", "its processor time"),
         ("async_save: stall", "save"),
         ("stock dcp.async_save: call", "memcpy"),
         ("snapshots: in step, 1 x 64 tokens", "memcpy"),
         ("snapshots: step of 1 x 64 tokens", "without"),
     ]
     for (case, peer), line in found.items():
-        assert line["peer_s"] > 0 and (line["ours_s"] > 0 or peer == "save"), line  # a stall may be lost in noise
-        assert case.startswith(("stock", "snapshots")) or line["ours_extra_mib"] < 64
+        is_stall = case == "async_save: stall"  # which may be lost in noise
+        assert is_stall or (line["peer_s"] > 0 and line["ours_s"] > 0), line
+        assert case.startswith(("stock", "snapshots")) or peer == "its processor time" or line["ours_extra_mib"] < 64
     assert [path.name for path in tmp_path.iterdir()] == ["lines"]
 
 
