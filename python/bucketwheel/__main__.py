@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from bucketwheel.tools import checkpoint, doctor, flight, plan
+
+_BROKEN_PIPE = 141  # the exit status of a command that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_arguments(commands.add_parser("plan", help="how much memory a recorded step needs, by policy"))
     options = parser.parse_args(arguments)
     tools = {"checkpoint": checkpoint, "doctor": doctor, "flight": flight, "plan": plan}
-    return tools[options.command].main(options)
+    try:
+        status = tools[options.command].main(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
+        return _BROKEN_PIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,3 +57,13 @@ def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("bucketwheel", run_name="__main__")
     assert "1 tensors in 1 boxes" in capsys.readouterr().out
+
+
+def test_a_reader_that_ends_early_leaves_no_traceback(tmp_path: Path) -> None:
+    save(tmp_path, {f"a tensor with a long name, {number}": torch.zeros(1) for number in range(2_000)})
+    command = [sys.executable, "-m", "bucketwheel", "checkpoint", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().startswith("name")
+    process.stdout.close()  # as `head -1` does
+    assert process.stderr is not None and process.stderr.read() == ""
+    assert process.wait(60) == 141

@@ -105,10 +105,11 @@ class Description:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """ValueError for a URL, which `Path` would make a folder of."""
+    """The absolute path, since the working directory may change while a thread writes. ValueError for a URL, which `Path`
+    would make a folder of."""
     if "://" in str(path):
         raise ValueError(f"{path} is a URL, expected the path of a folder")
-    return Path(path)
+    return Path(path).absolute()
 
 
 def describe(folder: Path) -> Description:
