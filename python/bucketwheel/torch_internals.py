@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "after_backward",
     "all_gather",
     "another_connection",
     "call_of_torch",
@@ -62,6 +63,13 @@ def another_connection(store: Any) -> dist.Store:
     with contextlib.suppress(AttributeError, RuntimeError):
         return store.clone()
     return store
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that has called the caller, behind what others queue in it, such as
+    `DistributedDataParallel`, which writes to ``p.grad``; in the streams in which ``backward()`` was called."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def all_gather(group: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Any:
