@@ -226,8 +226,13 @@ for _name in """item tolist numpy data_ptr storage share_memory_ pin_memory __ar
     setattr(ShardedGrad, _name, _refusing(_name))
 ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[assignment, method-assign]
 
+_IN_PLACE = " In place, p.grad.mul_(s) and p.grad /= n work, and cost nothing: the next step applies the factor."
+_ADD = " In place, p.grad.add_(x, alpha=a) works, and adds the mean of the ranks' x."
 _HINTS = (
-    ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),
+    *((f"aten.{name}.", _IN_PLACE) for name in ("mul", "div", "neg", "clone", "_foreach_mul", "_foreach_div")),
+    *((f"aten.{name}", " With two numbers p.grad.clamp_(low, high) works.") for name in ("clamp.", "clamp_.Tensor")),
+    ("aten.add.Tensor", f"{_ADD} If this is backward(create_graph=True): it is not supported with sharded gradients."),
+    ("aten.sub.Tensor", _ADD),
     ("aten._to_copy", " To change the model's memory format, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),
     ("aten.copy_", " To replace a gradient, assign a tensor: p.grad = tensor."),
