@@ -39,7 +39,7 @@ from bucketwheel.optim.param_groups import (
 from bucketwheel.optim.sharded_engine import ShardedEngine
 from bucketwheel.optim.shown_state import ShownState, StateEdits
 from bucketwheel.optim.trained_params import TrainedParams
-from bucketwheel.torch_internals import keep_out_of_graphs
+from bucketwheel.torch_internals import keep_out_of_graphs, override_stale_capture_stream
 
 __all__ = ["ShardedAdamW"]
 
@@ -125,7 +125,8 @@ class ShardedAdamW(Optimizer):
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
             the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
             ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step
-            (docs/ordering.md, "A whole step in a graph").
+            (docs/ordering.md, "A whole step in a graph"). For the whole process it sets
+            `torch.autograd.graph.set_override_stale_capture_stream`, or warns where torch has none.
         on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
             model, a moving average, ``p.data.clamp_()``, ``dist.broadcast(p.data, 0)``), the same on all ranks.
             ``"resync"`` goes on from what was written, element by element; ``"error"`` raises RuntimeError on all ranks,
@@ -215,6 +216,8 @@ class ShardedAdamW(Optimizer):
         others = given.frozen_in(self.param_groups)
         self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._made_engine.watch(trained.frozen)
+        if capturable:
+            override_stale_capture_stream()
         self._copies = Buffers()  # of states, by `state_dict`: the memory of one is kept for the next
         self._shown = ShownState()
         self.state = self._shown.dict
