@@ -33,6 +33,7 @@ from bucketwheel.optim.param_groups import (
     OptimizerOptions,
     close_all,
     communicators_for,
+    expect_group_keys,
     expect_hyperparameters,
     group_texts,
 )
@@ -74,7 +75,8 @@ class ShardedAdamW(Optimizer):
             (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
             and `describe` names the buckets where it does not; 1, they fall anywhere; ``"row"`` or an int, they never split
             a row, or so many consecutive elements, whatever padding that takes. A row is a slice of the outermost
-            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them.
+            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them. Keys of your own are kept; ValueError for
+            options of all groups and for misspelt ones, also in `add_param_group`.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
             in all groups; ``amsgrad`` stays what it is.
         decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
@@ -175,6 +177,8 @@ class ShardedAdamW(Optimizer):
         static_graph: bool = False,
         on_external_update: str = "resync",
     ) -> None:
+        if hasattr(self, "_made_engine"):
+            raise RuntimeError(f"{type(self).__name__}.__init__ again: this optimizer is made already; make a new one")
         expect_hyperparameters(lr, betas, eps, weight_decay, differentiable)
         defaults = dict(
             lr=lr,
@@ -536,8 +540,10 @@ class ShardedAdamW(Optimizer):
 
         The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
         Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
-        parameters that cannot be trained, RuntimeError on all ranks where they were given different ones.
+        parameters that cannot be trained and keys that look like an option, RuntimeError on all ranks where they were given different ones.
         """
+        if isinstance(param_group, dict):  # else torch says so
+            expect_group_keys(param_group, self.defaults, _OPTIONS)
         super().add_param_group(param_group)
         if not hasattr(self, "_made_engine"):  # called by the constructor
             return
@@ -663,6 +669,9 @@ class ShardedAdamW(Optimizer):
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its memory is shared with other ranks. Save state_dict()"
         )
+
+
+_OPTIONS = tuple(ShardedAdamW.__init__.__kwdefaults__ or ())
 
 
 # --- what it is made of ----------------------------------------------------------------------------------------------
