@@ -169,7 +169,7 @@ inline bool are_same_objects(py::handle a, py::handle b) {
 
 class Arrivals : public std::enable_shared_from_this<Arrivals> {
  public:
-  // `owner`: a weak reference to what has the methods on_gradient(index, param) and launch_ready().
+  // `owner`: a weak reference to what has the methods on_gradient(index, param), run_last(index, param) and launch_ready().
   Arrivals(std::shared_ptr<Schedule> schedule, int bucket_count, py::object owner)
       : schedule_(std::move(schedule)), owner_(std::move(owner)), buckets_(static_cast<size_t>(bucket_count)) {}
 
@@ -264,6 +264,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // Attributes.
   struct Names {
     PyObject* grad = PyUnicode_InternFromString("grad");
+    PyObject* hooks = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
     PyObject* is_in_reducer = PyUnicode_InternFromString("is_in_reducer");
   };
   static const Names& names() {
@@ -278,7 +279,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     }
     try {
       const std::shared_ptr<Arrivals> arrivals = context->arrivals;  // whoever is called may drop the hook
-      arrivals->on_gradient(context->index, param);
+      arrivals->on_gradient(context->index, param, self);
       Py_RETURN_NONE;
     } catch (py::error_already_set& error) {
       error.restore();
@@ -288,7 +289,19 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     return nullptr;
   }
 
-  void on_gradient(int index, py::handle param) {
+  // Whether the hook `self` is the last that torch calls with the parameter. A hook that was registered later may edit p.grad.
+  static bool is_last(py::handle param, PyObject* self) {
+    const py::object hooks = param.attr(names().hooks);
+    if (!PyDict_Check(hooks.ptr()) || PyDict_Size(hooks.ptr()) <= 1) {
+      return true;
+    }
+    PyObject* hook = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(hooks.ptr(), &at, nullptr, &hook) != 0;) {
+    }
+    return hook == nullptr || (PyCFunction_Check(hook) && PyCFunction_GET_SELF(hook) == self);
+  }
+
+  void on_gradient(int index, py::handle param, PyObject* self) {
     if (is_ignored_) {
       return;
     }
@@ -296,6 +309,13 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     {
       const py::object grad = param.attr(names().grad);
       if (grad.is_none() || grad.is(known.placeholder)) {
+        return;
+      }
+      if (!is_last(param, self)) {
+        const py::object owner = owner_();
+        if (!owner.is_none()) {
+          owner.attr("run_last")(index, param);
+        }
         return;
       }
       if (!take(index, known, grad)) {

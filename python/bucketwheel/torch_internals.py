@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "after_backward",
     "all_gather",
     "another_connection",
     "call_of_torch",
@@ -22,6 +24,7 @@ __all__ = [
     "increment_version",
     "keep_out_of_graphs",
     "module_behind",
+    "override_stale_capture_stream",
     "set_default_timeout",
     "storage_info",
     "store_of",
@@ -62,6 +65,27 @@ def another_connection(store: Any) -> dist.Store:
     with contextlib.suppress(AttributeError, RuntimeError):
         return store.clone()
     return store
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that has called the caller, behind what others queue in it, such as
+    `DistributedDataParallel`, which writes to ``p.grad``; in the streams in which ``backward()`` was called."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def override_stale_capture_stream() -> None:
+    """From now on autograd, in the whole process, uses the capturing stream where a CUDA graph capture meets a node of another
+    stream. A warning where torch is too old."""
+    if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+        torch.autograd.graph.set_override_stale_capture_stream(True)
+        return
+    warnings.warn(
+        f"capturable=True: torch {torch.__version__} has no torch.autograd.graph.set_override_stale_capture_stream. A "
+        "capture of backward fails if a node of its graph (also an AccumulateGrad that something has kept) was made in the "
+        "default stream: run the eager steps before the capture in a side stream",
+        stacklevel=3,
+    )
 
 
 def all_gather(group: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Any:

@@ -102,8 +102,29 @@ def refuse_ddp_that_replaces_gradients(rank: int, world: int) -> None:
     opt.close()
 
 
+def train_with_later_hooks(rank: int, world: int) -> None:
+    """In the first backward our hooks run behind those, so the reducer has a gradient before them (issue 44)."""
+
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        model = Branches()
+        opt = ShardedAdamW(model.parameters(), lr=0.01, process_group=Communicator(timeout_s=40))
+        wrapped = wrap(model)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: (p.grad.clamp_(-0.5, 0.5), None)[1])
+        for step in range(3):
+            wrapped(torch.full((4, 3), 0.25 * step - rank)).square().sum().backward()
+            opt.clip_grad_norm_(0.5)
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert_bitwise_equal(train(DistributedDataParallel), train(lambda model: model))
+
+
 def test_a_ddp_wrapper_changes_nothing_and_is_called_redundant_once(rank_pool: Any) -> None:
     assert rank_pool(2).run(train_under_ddp, timeout_s=60) == [1, 1]
+    rank_pool(2).run(train_with_later_hooks, timeout_s=60)
 
 
 def test_ddp_with_gradients_as_bucket_views_is_refused(rank_pool: Any) -> None:

@@ -100,6 +100,34 @@ def test_the_error_says_what_was_called(call, name):
         call(make_twins()[1][0].grad)
 
 
+IN_PLACE = r"full_grad\(p\) returns them\. In place, p\.grad\.mul_\(s\) and p\.grad /= n work, and cost nothing"
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda grad: grad / 8, IN_PLACE),
+        (lambda grad: grad * torch.tensor(0.5), IN_PLACE),
+        (lambda grad: -grad, IN_PLACE),
+        (lambda grad: grad.clone(), IN_PLACE),
+        (lambda grad: torch._foreach_mul([grad], 0.5), IN_PLACE),
+        (lambda grad: torch._foreach_div([grad], 2.0), IN_PLACE),
+        (lambda grad: grad + torch.ones(5, 3), r"In place, p\.grad\.add_\(x, alpha=a\) works.*create_graph"),
+        (lambda grad: grad - torch.ones(5, 3), r"In place, p\.grad\.add_\(x, alpha=a\) works"),
+        (lambda grad: grad.clamp(-1, 1), r"With two numbers p\.grad\.clamp_\(low, high\) works"),
+        (lambda grad: torch.clip(grad, max=1), r"With two numbers p\.grad\.clamp_\(low, high\) works"),
+        (lambda grad: grad.clamp_(-torch.ones(5, 3)), r"With two numbers p\.grad\.clamp_\(low, high\) works"),
+        (lambda grad: grad.mul_(torch.ones(5, 3)), r"full_grad\(p\) returns them\.$"),
+    ],
+)
+def test_the_error_names_what_works_in_place(call, remedy):
+    """Issue 44: where only a factor or bounds are wanted, no values are."""
+    _, sharded, owner = make_twins()
+    with pytest.raises(ShardedGradError, match=remedy):
+        call(sharded[0].grad)
+    assert not owner.calls
+
+
 def test_a_factor_must_not_have_more_dimensions_than_the_gradient():
     _, sharded, owner = make_twins()
     with pytest.raises(ShardedGradError, match=r"^mul_ needs.*'p2'"):

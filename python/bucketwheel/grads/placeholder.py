@@ -15,6 +15,8 @@ the next backward; ``p.grad += x``                     ``accumulate``
 anything that needs or replaces single values          `ShardedGradError`, nothing changed
 =====================================================  ==================================
 
+Norms and clamps are refused during backward: a hook there expects this rank's gradient, as it has it with DDP.
+
 A stock optimizer may decay parameters before it first touches a gradient, so foreign optimizers are refused before they
 begin (optim/foreign_steps.py); one whose closure makes the gradients, when it touches the first.
 A `DistributedDataParallel` around the model is answered too: [Note: reducer under DDP].
@@ -140,12 +142,13 @@ class ShardedGrad(Tensor):
     def refusal(self, operation: str) -> ShardedGradError:
         """Return the error that says ``operation``, a call or the name of a torch operator, cannot be done on this gradient."""
         hint = next((text for key, text in _HINTS if key in operation), "")
+        remedy = _IN_BACKWARD if _is_in_backward() and not hint else "; optimizer.full_grad(p) returns them."
         if operation.startswith("aten."):
             name = operation.split(".")[1]
             operation = _CALLS.get(name, name)
         return ShardedGradError(
             f"{operation} needs the values of the gradient of {self.param_name!r} (shape {tuple(self.shape)}, "
-            f"{self.dtype}), which are sharded over the ranks; optimizer.full_grad(p) returns them.{hint}"
+            f"{self.dtype}), which are sharded over the ranks{remedy}{hint}"
         )
 
     def give_to_reducer(self) -> None:
@@ -223,13 +226,22 @@ for _name in """item tolist numpy data_ptr storage share_memory_ pin_memory __ar
     setattr(ShardedGrad, _name, _refusing(_name))
 ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[assignment, method-assign]
 
+_IN_PLACE = " In place, p.grad.mul_(s) and p.grad /= n work, and cost nothing: the next step applies the factor."
+_ADD = " In place, p.grad.add_(x, alpha=a) works, and adds the mean of the ranks' x."
 _HINTS = (
-    ("aten.add.Tensor", " If this is backward(create_graph=True): it is not supported with sharded gradients."),
+    *((f"aten.{name}.", _IN_PLACE) for name in ("mul", "div", "neg", "clone", "_foreach_mul", "_foreach_div")),
+    *((f"aten.{name}", " With two numbers p.grad.clamp_(low, high) works.") for name in ("clamp.", "clamp_.Tensor")),
+    ("aten.add.Tensor", f"{_ADD} If this is backward(create_graph=True): it is not supported with sharded gradients."),
+    ("aten.sub.Tensor", _ADD),
     ("aten._to_copy", " To change the model's memory format, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),
     ("aten.copy_", " To replace a gradient, assign a tensor: p.grad = tensor."),
     ("c10d", " It needs no reduction: the optimizer reduces it."),
     (".step", " Step the optimizer that holds it (a wrapper that calls its step sets steps_sharded_grads = True)."),
+)
+_IN_BACKWARD = (
+    ". Hooks get this rank's values in p.grad if every backward of the step runs inside optimizer.no_sync(), and otherwise "
+    "those of register_post_accumulate_grad_hook in the first backward alone; or do it after backward."
 )
 _CALLS = {"_to_copy": "to", "_local_scalar_dense": "item"}  # what the caller wrote, by the operator that it becomes
 
@@ -239,6 +251,16 @@ _CALLS = {"_to_copy": "to", "_local_scalar_dense": "item"}  # what the caller wr
 
 class _NotAnswered(Exception):
     """Raised by an answer, before it changes anything, for arguments that it cannot answer."""
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _expect_after_backward() -> None:
+    """For what is not linear: a hook expects this rank's gradient, as with DDP, and the owner would answer for the mean."""
+    if _is_in_backward():
+        raise _NotAnswered
 
 
 class _Share(NamedTuple):
@@ -289,12 +311,14 @@ def _accumulate(op: Any, grad: Tensor, other: Tensor, *, alpha: float = 1) -> Te
 def _vector_norm(
     op: Any, grad: ShardedGrad, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
+    _expect_after_backward()
     if (dim and len(dim) != max(grad.dim(), 1)) or (keepdim and grad.dim()):
         raise _NotAnswered
     return grad.owner.norms([grad.param_index], float(ord)).to(dtype or grad.dtype, copy=True).reshape(())
 
 
 def _foreach_norm(op: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    _expect_after_backward()
     plain, plain_places, shares = _split(tensors)
     norms = list(tensors)
     if plain:
@@ -362,11 +386,13 @@ def _unscale(op: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: T
 
 
 def _clamp(op: Any, grad: ShardedGrad, min: float | None = None, max: float | None = None) -> Tensor:
+    _expect_after_backward()
     grad.owner.clamp([grad.param_index], min, max)
     return grad
 
 
 def _foreach_clamp(op: Any, tensors: Sequence[Tensor], bound: float) -> None:
+    _expect_after_backward()
     plain, _, shares = _split(tensors)
     if plain:
         op(plain, bound)
@@ -432,8 +458,7 @@ def _expect_no_join(grad: ShardedGrad) -> None:
 
 
 def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tensor:
-    in_backward = torch._C._current_graph_task_id() != -1
-    if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not in_backward:
+    if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not _is_in_backward():
         raise _NotAnswered
     _warn_of_reducer()
     _expect_no_join(grad)
@@ -442,8 +467,7 @@ def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tenso
 
 
 def _written_by_reducer(op: Any, grad: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    in_backward = torch._C._current_graph_task_id() != -1
-    if not isinstance(grad, ShardedGrad) or not grad.is_in_reducer or not in_backward:
+    if not isinstance(grad, ShardedGrad) or not grad.is_in_reducer or not _is_in_backward():
         raise _NotAnswered
     grad.is_in_reducer = False
     return grad

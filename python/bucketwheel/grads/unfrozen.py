@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.grads.placeholder import ShardedGrad
+from bucketwheel.torch_internals import after_backward
 
-__all__ = ["UnfrozenGrads", "add_hook"]
+__all__ = ["UnfrozenGrads", "add_hook", "run_last"]
 
 
 def add_hook(param: Tensor, hook: Any) -> Any:
@@ -27,6 +28,17 @@ def add_hook(param: Tensor, hook: Any) -> Any:
         return param.register_post_accumulate_grad_hook(hook)
     finally:
         param.requires_grad_(is_trained)
+
+
+def run_last(handle: Any, param: Tensor) -> None:
+    """Moves our hook behind those that were registered later, which may edit ``p.grad``. Called by ours in a backward that has
+    begun to call the hooks of ``param``, in their old order: so there ours runs again at its end, unless another has taken it
+    off by then, as `close` does."""
+    hooks = handle.hooks_dict_ref()
+    ours = hooks.pop(handle.id, None)
+    if ours is not None:
+        hooks[handle.id] = ours
+        after_backward(lambda: ours(param) if handle.id in hooks else None)
 
 
 class UnfrozenGrads:
@@ -66,6 +78,12 @@ class UnfrozenGrads:
     def on_gradient(self, number: int, param: Tensor) -> None:
         placeholder = self._placeholders[number]
         if param.grad is not None and param.grad is not placeholder:
+            _, handle = self._watched.get(param, (number, None))
+            if handle is None:  # taken off by a hook before it
+                return
+            if next(reversed(handle.hooks_dict_ref())) != handle.id:
+                run_last(handle, param)
+                return
             self._kept[number] = param.grad
             param.grad = placeholder
 

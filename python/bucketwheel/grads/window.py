@@ -1,8 +1,9 @@
 """Window: gradients on their way from autograd into buckets and shards, and what stock code asks of them.
 
 A post-accumulate hook takes each gradient out of ``p.grad`` into its bucket and leaves a placeholder there
-(`placeholder`). Most are handled in native code: [Note: quick arrival], csrc/bindings/schedule_py.h. What goes where, and
-which bucket is reduced when, is decided by the native schedule (csrc/plan/schedule.h) and carried out here and in `launch`.
+(`placeholder`). It is the last hook of its parameter: others may edit the gradient. Most gradients are handled in native
+code: [Note: quick arrival], csrc/bindings/schedule_py.h. What goes where, and which bucket is reduced when, is decided by
+the native schedule (csrc/plan/schedule.h) and carried out here and in `launch`.
 
 Inside `no_sync` plain tensors stay in ``p.grad``. At its end they are *kept* aside, unreduced, behind placeholders, so
 that stock code never takes them for whole gradients; they go into their buckets with the next gradient or when the
@@ -32,7 +33,7 @@ from bucketwheel.grads.graph_capture import Captures, WindowState
 from bucketwheel.grads.launch import Launcher
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import ReducedGrads
-from bucketwheel.grads.unfrozen import add_hook
+from bucketwheel.grads.unfrozen import add_hook, run_last
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
 from bucketwheel.pool.slots import Slots
@@ -121,6 +122,10 @@ class GradWindow:
             self._kept.pop(index, None)  # replaced
             self._arrive(index, grad, add=False, launch=self._overlap)
             param.grad = self._placeholders[index]
+
+    def run_last(self, index: int, param: Tensor) -> None:
+        """Native code has found hooks of the parameter that were registered after ours."""
+        run_last(self._hooks[index], param)
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         with self._lock, torch.no_grad():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "close_all",
     "collect_params",
     "communicators_for",
+    "expect_group_keys",
     "expect_hyperparameters",
     "group_texts",
 ]
@@ -54,6 +56,36 @@ def expect_hyperparameters(
             raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
     if not 0.0 <= weight_decay:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def expect_group_keys(group: dict[str, Any], read: Mapping[str, Any], options: Collection[str]) -> None:
+    """ValueError for keys that look like an option and would do nothing: ``options`` of the constructor, which are for all
+    groups, and misspelt ones. Other keys are the user's own. ``read``: what a group may have, with the constructor's values.
+    """
+    for key in ("capturable", "differentiable"):
+        if bool(group.get(key, read[key])) != bool(read[key]):
+            raise ValueError(f"a parameter group has {key}={group[key]!r}; all have the constructor's, {read[key]!r}")
+    for key in (key for key in group if isinstance(key, str) and key not in read):
+        if key in options:
+            raise ValueError(
+                f"a parameter group has {key!r}, which is an option of ShardedAdamW(...) for all groups: give it there"
+            )
+        for known in (*read, *options):
+            if _is_misspelt(key, known):
+                raise ValueError(
+                    f"a parameter group has {key!r}, which is not read: did you mean {known!r}? Call a key of your own otherwise"
+                )
+
+
+def _is_misspelt(key: str, known: str) -> bool:
+    """Whether a letter more, less or another, or two that are exchanged, are all the difference. Short keys and those with a
+    digit (``beta1``) are names of their own."""
+    if min(len(key), len(known)) < 5 or any(map(str.isdigit, key)):
+        return False
+    begin = len(os.path.commonprefix([key, known]))
+    end = len(os.path.commonprefix([key[begin:][::-1], known[begin:][::-1]]))
+    one, other = key[begin : len(key) - end], known[begin : len(known) - end]
+    return max(len(one), len(other)) == 1 or (len(one) == 2 and one == other[::-1])
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ from bucketwheel.optim.param_groups import (
     OptimizerOptions,
     close_all,
     communicators_for,
+    expect_group_keys,
     expect_hyperparameters,
     group_texts,
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
 from bucketwheel.optim.shown_state import ShownState, StateEdits
 from bucketwheel.optim.trained_params import TrainedParams
-from bucketwheel.torch_internals import keep_out_of_graphs
+from bucketwheel.torch_internals import keep_out_of_graphs, override_stale_capture_stream
 
 __all__ = ["ShardedAdamW"]
 
@@ -74,7 +75,8 @@ class ShardedAdamW(Optimizer):
             (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
             and `describe` names the buckets where it does not; 1, they fall anywhere; ``"row"`` or an int, they never split
             a row, or so many consecutive elements, whatever padding that takes. A row is a slice of the outermost
-            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them.
+            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them. Keys of your own are kept; ValueError for
+            options of all groups and for misspelt ones, also in `add_param_group`.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
             in all groups; ``amsgrad`` stays what it is.
         decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
@@ -125,7 +127,8 @@ class ShardedAdamW(Optimizer):
         capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
             the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
             ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step
-            (docs/ordering.md, "A whole step in a graph").
+            (docs/ordering.md, "A whole step in a graph"). For the whole process it sets
+            `torch.autograd.graph.set_override_stale_capture_stream`, or warns where torch has none.
         on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
             model, a moving average, ``p.data.clamp_()``, ``dist.broadcast(p.data, 0)``), the same on all ranks.
             ``"resync"`` goes on from what was written, element by element; ``"error"`` raises RuntimeError on all ranks,
@@ -174,6 +177,8 @@ class ShardedAdamW(Optimizer):
         static_graph: bool = False,
         on_external_update: str = "resync",
     ) -> None:
+        if hasattr(self, "_made_engine"):
+            raise RuntimeError(f"{type(self).__name__}.__init__ again: this optimizer is made already; make a new one")
         expect_hyperparameters(lr, betas, eps, weight_decay, differentiable)
         defaults = dict(
             lr=lr,
@@ -215,6 +220,8 @@ class ShardedAdamW(Optimizer):
         others = given.frozen_in(self.param_groups)
         self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._made_engine.watch(trained.frozen)
+        if capturable:
+            override_stale_capture_stream()
         self._copies = Buffers()  # of states, by `state_dict`: the memory of one is kept for the next
         self._shown = ShownState()
         self.state = self._shown.dict
@@ -533,8 +540,10 @@ class ShardedAdamW(Optimizer):
 
         The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
         Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
-        parameters that cannot be trained, RuntimeError on all ranks where they were given different ones.
+        parameters that cannot be trained and keys that look like an option, RuntimeError on all ranks where they were given different ones.
         """
+        if isinstance(param_group, dict):  # else torch says so
+            expect_group_keys(param_group, self.defaults, _OPTIONS)
         super().add_param_group(param_group)
         if not hasattr(self, "_made_engine"):  # called by the constructor
             return
@@ -660,6 +669,9 @@ class ShardedAdamW(Optimizer):
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its memory is shared with other ranks. Save state_dict()"
         )
+
+
+_OPTIONS = tuple(ShardedAdamW.__init__.__kwdefaults__ or ())
 
 
 # --- what it is made of ----------------------------------------------------------------------------------------------

@@ -349,7 +349,10 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
         return int(value)
     names = saved_names(names)
     if name not in names:
-        raise ValueError(f"optimizer.state of {info.name!r} has {name!r}, which is no state of it: {sorted(names)} are")
+        raise ValueError(
+            f"optimizer.state of {info.name!r} has {name!r}, which is no state of it: {sorted(names)} are. Keep what is not "
+            "the optimizer's in a dict of your own, by parameter"
+        )
     if not isinstance(value, Tensor):
         raise TypeError(f"optimizer.state of {info.name!r}: {name} must be a tensor, got {type(value).__name__}")
     if isinstance(value, TensorShard):

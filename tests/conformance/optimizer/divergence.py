@@ -426,6 +426,12 @@ def take_a_step_away(run: Run) -> Callable[[], None]:
     return lambda: entry.update(step=shown)
 
 
+def put_slow_weights(run: Run) -> Callable[[], None]:
+    entry = run.opt.state[run.params[3]]
+    entry["slow_buffer"] = run.params[3].detach().clone()  # Lookahead's (issue 44)
+    return lambda: entry.__delitem__("slow_buffer")
+
+
 def put_a_tensor_for_an_entry(run: Run) -> Callable[[], None]:
     p, entry = run.params[3], run.opt.state[run.params[3]]
     run.opt.state[p] = torch.ones(3)
@@ -439,6 +445,7 @@ EDITS_OF_ONE_RANK: dict[Callable[[Run], Callable[[], None]], str] = {
     assign_a_state: "disagree on what was done to optimizer.state: nothing on rank.*, exp_avg of 'group 0 parameter 3' on rank",
     assign_a_state_of_another_shape: r"'group 0 parameter 3': exp_avg has shape \(7, 7\), .* optimizer.full_state",
     take_a_step_away: "'group 0 parameter 3' has no 'step'",
+    put_slow_weights: "has 'slow_buffer', which is no state of it: .* Keep what is not the optimizer's in a dict of your own",
     put_a_tensor_for_an_entry: "'group 0 parameter 3' must be a dict of states, got Tensor",
 }
 ROW = torch.tensor([1])

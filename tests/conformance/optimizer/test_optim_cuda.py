@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,24 @@ def test_capturable_needs_cuda_and_a_static_graph() -> None:
         bw.ShardedAdamW(model_of().parameters(), capturable=True)
     with pytest.raises(ValueError, match="on CUDA, these are on cpu"):
         bw.ShardedAdamW(model_of().parameters(), capturable=True, static_graph=True)
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_capturable_lets_autograd_replace_stale_streams(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 44."""
+    given: list[bool] = []
+    if has_it:
+        monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", given.append, raising=False)
+    else:
+        monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
+    with posing(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bw.ShardedAdamW(model_of().parameters(), static_graph=True)
+        assert not given and not caught
+        bw.ShardedAdamW(model_of().parameters(), capturable=True, static_graph=True)
+    assert given == [True] * has_it
+    assert [each.filename for each in caught] == [__file__] * (not has_it)
+    assert all("A capture of backward fails if" in str(each.message) for each in caught)
 
 
 def test_a_capture_needs_capturable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,64 @@ def test_bad_parameters_are_named_and_nothing_moves(world: int | None) -> None:
         assert [p.data_ptr() for p in good] == pointers
         assert all(not p._post_accumulate_grad_hooks for p in good)
         ShardedAdamW(good, process_group=comm).step()  # nothing is left behind that would be in the way
+
+    on_ranks(world, body)
+
+
+# ---- keys of a group (issue 44)
+
+OPTION, MISSPELT = r"is an option of ShardedAdamW\(...\) for all groups", "is not read: did you mean"
+REFUSED = {
+    **dict.fromkeys(["process_group", "master_weights", "reduce_dtype", "bucket_cap_mb", "timeout_s"], OPTION),
+    **{"weigth_decay": f"{MISSPELT} 'weight_decay'", "weight-decay": MISSPELT, "weightdecay": MISSPELT},
+    **{"decouple_weight_decay": MISSPELT, "maximise": MISSPELT, "amsgradd": MISSPELT, "master_weight": MISSPELT},
+    **dict.fromkeys(["capturable", "differentiable"], "all have the constructor's, False"),
+}
+OWN = """name group_name names layer layer_id param_name lr_scale lr_mult wd_mult decay_mult base_lr initial_lr max_lr min_lr lr0 lrs
+    l d k r swa_lr lr_max scheduled_lr weight_lr_power weight_sum warmup_steps train_mode momentum beta beta1 beta3 use_muon
+    d0 d_max d_coef d_numerator growth_rate use_bias_correction safeguard_warmup fsdp_in_use slice_p eps2 used is_frozen
+    correct_bias no_deprecation_warning no_weight_decay lookahead_k alpha trust_ratio""".split()
+
+
+def keys_of_torch() -> set[str]:
+    """What its optimizers and schedulers put into groups."""
+    made: list[Callable[[Any], Any]] = [
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9),
+        lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 0.01, 0.1, cycle_momentum="momentum" in opt.defaults),
+        lambda opt: torch.optim.swa_utils.SWALR(opt, 0.1),
+    ]
+    keys: set[str] = set()
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            for make in made:
+                opt = kind([zeros(2, 2)])
+                with contextlib.suppress(ValueError):  # without momentum
+                    make(opt)
+                keys |= opt.param_groups[0].keys()
+    return keys - {"params"}
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_keys_that_look_like_an_option_are_refused_and_others_are_kept(world: int | None) -> None:
+    own = {key: None for key in {*OWN, *keys_of_torch()} - ShardedAdamW([zeros(1)]).defaults.keys()}
+    assert {"initial_lr", "swa_lr", "max_lr", "max_momentum", "nesterov", "etas", "rho"} <= own.keys()
+
+    def body(comm: Communicator | None) -> None:
+        opt = ShardedAdamW([{"params": [zeros(3)], **own, 7: "x"}], process_group=comm)
+        for key, match in REFUSED.items():
+            for make in (lambda group: ShardedAdamW([group]), opt.add_param_group):
+                with pytest.raises(ValueError, match=f"a parameter group has '?{key}.*{match}"):
+                    make({"params": [zeros(3)], key: True})
+        assert len(opt.param_groups) == 1 and opt.param_groups[0].keys() >= own.keys()
+        saved = opt.state_dict()
+        saved["param_groups"][0]["weigth_decay"] = 0.1  # as torch: it is somebody's checkpoint
+        opt.load_state_dict(saved)
+        assert opt.param_groups[0]["weigth_decay"] == 0.1
+        opt.step()
+        with pytest.raises(RuntimeError, match="this optimizer is made already; make a new one"):
+            opt.__init__([zeros(3)], process_group=comm)  # type: ignore[misc]
+        opt.step()
+        opt.close()
 
     on_ranks(world, body)
 
