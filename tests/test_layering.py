@@ -321,6 +321,20 @@ def test_no_paths_of_one_machine() -> None:
     report(problems)
 
 
+def test_the_package_needs_no_numpy() -> None:
+    """`device.buffer_of` shows memory as bytes; torch's collectives of objects use numpy. (issue 44)"""
+    problems = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            is_object = re.fullmatch(r"(all_)?(gather|scatter|broadcast)_object(_list)?|from_numpy|numpy", name)
+            if is_object or any(one.split(".")[0] == "numpy" for one in [module, *names]):
+                problems.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    report(problems)
+
+
 FACTORIES = set(
     """arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm range
     scalar_tensor tensor zeros""".split()

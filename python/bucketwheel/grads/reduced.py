@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.device import Uploads, torch_device
+from bucketwheel.device import Uploads, buffer_of, torch_device
 from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
@@ -211,7 +211,7 @@ class ReducedGrads:
             gathered = own.new_empty(comm.size, own.numel())
             comm._all_gather_into(gathered, own).wait()
             return gathered
-        values, step = own.numpy().tobytes(), comm.max_payload_bytes // 8 * 8
+        values, step = bytes(buffer_of(own)), comm.max_payload_bytes // 8 * 8
         rounds = [comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
         joined = bytearray(b"".join(part for of_rank in zip(*rounds, strict=True) for part in of_rank))
         return torch.frombuffer(joined, dtype=own.dtype).view(comm.size, -1) if joined else own.expand(comm.size, 0)
