@@ -12,6 +12,7 @@ builder comes when they are through, finds their objects and links. Their output
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -20,12 +21,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from bucketwheel.native import env
+from bucketwheel.native.progress import NINJA_STATUS, Progress
 from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, tree
 
 _UNIT_SOURCES = 7
+_LOOK_S = 0.2  # between two looks at how far ninja is
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # What ninja says of each run and ptxas of each kernel, whatever went wrong.
 _CHATTER = re.compile(r"ninja: build stopped|\[\d+/\d+\] |ptxas info|\s+\d+ bytes stack frame, ")
@@ -66,7 +70,8 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
     # ninja starts commands in the order of the targets that it is given; the list of sources has slow ones first.
     argv = [find_ninja(), "-f", "../build.ninja", f"-j{len(os.sched_getaffinity(0))}", *commands]
     log.write_text("\n".join([*commands.values(), "", ""]))
-    is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock])
+    with Progress(recipe.module, log, folder) as progress:
+        is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock], progress)
     if is_done:
         return folder / recipe.module.file
     reported = re.findall(r"^FAILED: .*?(\S+)\s*$", output, re.MULTILINE)
@@ -135,22 +140,34 @@ def find_ninja() -> str:
     return os.path.join(ninja.BIN_DIR, "ninja")
 
 
-def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int]) -> tuple[bool, str]:
+def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: Progress) -> tuple[bool, str]:
     """Run ninja; whether it succeeded, and its output, which is added to ``log``. It has a session of its own: Ctrl-C
     reaches this process only."""
     timeout_s, begin = env.build_timeout_s(), log.stat().st_size
+    end, environment = time.monotonic() + timeout_s, {**os.environ, "NINJA_STATUS": NINJA_STATUS}
     with log.open("a") as file:
         known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C in Popen would leave ninja behind
         try:
             process = subprocess.Popen(
-                argv, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited
+                argv,
+                cwd=cwd,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=inherited,
             )
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
             raise explain(f"ninja cannot be started: {error}", remedies=["pip install ninja"]) from error
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
-            process.wait(timeout_s)
+            while process.poll() is None:
+                if (left_s := end - time.monotonic()) <= 0:
+                    raise subprocess.TimeoutExpired(argv, timeout_s)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(_LOOK_S, left_s))
+                progress.show()
         except BaseException as error:  # too late, or Ctrl-C
             os.killpg(process.pid, signal.SIGTERM)  # only on this does ninja end its compilers, each a group of its own
             try:

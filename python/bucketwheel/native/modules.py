@@ -185,7 +185,8 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
             failure.unlink(missing_ok=True)
             _cache.prune(cache)
             archs = f" for GPU architectures {toolchain.archs} ({toolchain.archs.origin})" if toolchain.archs else ""
-            say(f"building the {module.title}{archs} (once; later starts find it in the cache)")
+            usual = module.usual_time and f", usually {module.usual_time}"
+            say(f"building the {module.title}{archs} (once{usual}; later starts find it in the cache)")
             start = time.monotonic()
             try:
                 path = compile.compile_module(recipe, toolchain, folder, folder / "build.log", lock)

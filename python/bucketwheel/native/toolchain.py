@@ -37,6 +37,7 @@ class Module:
     title: str  # its name in messages
     sources: str  # its list of sources in csrc/
     elsewhere: tuple[str, ...]  # remedies that need no compiler
+    usual_time: str = ""  # of a build from nothing, where it has been measured
 
     @property
     def name(self) -> str:
@@ -54,7 +55,7 @@ class Module:
 
 
 _ELSEWHERE = "use one built elsewhere: BW_NATIVE_DIR=<folder with {}>, or `BW_AOT={} pip install .`"
-CPU = Module("cpu", "native module", "sources.txt", (_ELSEWHERE.format("_cpu*.so", "cpu"),))
+CPU = Module("cpu", "native module", "sources.txt", (_ELSEWHERE.format("_cpu*.so", "cpu"),), "1 to 3 minutes")
 CUDA = Module(
     "cuda",
     "CUDA module",
