@@ -18,7 +18,7 @@ import pytest
 
 from bucketwheel.native import cache
 from tests.support.requirements import need_root
-from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
+from tests.unit.tiny_tree import LOAD, MODULE, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGER = 12345  # no account of this machine
@@ -405,6 +405,37 @@ NO_HEADERS = (
 def test_what_is_missing_is_named(tree: TinyTree, before: str, changes: dict[str, str], says: tuple[str, ...]) -> None:
     message = tree.error(before + LOAD, **changes)
     assert all(text in message for text in says) and "BW_NATIVE_DIR=" in message, message
+
+
+NO_ROOM = "/tmp/cc79QVum.s: Fatal error: can't fill 256 bytes in section .data of x.o: 'No space left on device'"
+NO_EXEC = "_cpu.so: failed to map segment from shared object"
+
+
+@pytest.mark.parametrize("where", ["compiler", "import", "load", "cache", "no folder"])
+def test_a_folder_is_named_where_no_compiler_would_do_better(tree: TinyTree, where: str) -> None:
+    """issue 44"""
+    code, changes = LOAD, {}
+    if where == "compiler":
+        tree.make_compiler(before=f'echo "{NO_ROOM}" >&2; exit 1')
+    elif where == "import":
+        raised = f'PyErr_SetString(PyExc_ImportError, "{NO_EXEC}"); return nullptr;'
+        tree.write("bindings/module.cpp", MODULE.replace("PyObject* module = ", raised + "PyObject* module = "))
+    elif where == "load":
+        tree.run()
+        code = "import importlib.machinery as m\nfrom bucketwheel.native import modules\ndef fail(*_): raise ImportError('NO_EXEC')\n".replace(
+            "NO_EXEC", NO_EXEC
+        )
+        code += "m.ExtensionFileLoader.exec_module = fail\n" + LOAD
+    elif where == "cache":
+        code = "import pathlib\ndef fail(*_, **__): raise OSError(28, 'No space left on device')\n"
+        code += "pathlib.Path.write_text = fail\n" + LOAD
+    else:
+        code = "import tempfile\ndef fail(): raise FileNotFoundError(2, 'No usable temporary directory found')\n"
+        code += "tempfile.gettempdir = fail\n" + LOAD
+        changes = {"BW_CACHE_DIR": None, "XDG_CACHE_HOME": None, "HOME": "/dev/null"}
+    message = tree.error(code, **changes)
+    assert "BW_CACHE_DIR=..." in message and (where == "no folder" or "TMPDIR=..." in message)
+    assert "CXX" not in message.partition("What you can do:")[2]
 
 
 # ---- the real package ------------------------------------------------------------------------------------------------

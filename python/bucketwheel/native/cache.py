@@ -29,7 +29,7 @@ from typing import IO, Any
 from bucketwheel.errors import BuildError
 from bucketwheel.native import env
 from bucketwheel.native.progress import Progress
-from bucketwheel.native.toolchain import CPU, Module, explain
+from bucketwheel.native.toolchain import CPU, Module, explain, remedies_for
 
 _LOOK_S = 0.05  # between two tries for the lock
 _NETWORK_FILE_SYSTEMS = set(
@@ -59,16 +59,18 @@ def _choose_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    folder = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
+    try:
+        folder = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
+    except FileNotFoundError as error:  # none can be written
+        raise unwritable(folder, error) from error
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)  # before somebody else does: the name is known
     return folder
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
-    return explain(
-        f"the cache folder {folder} cannot be used: {why}", remedies=["name a writable one: BW_CACHE_DIR=..."]
-    )
+    remedies = remedies_for(str(why), ["name a writable one: BW_CACHE_DIR=..."])
+    return explain(f"the cache folder {folder} cannot be used: {why}", remedies=remedies)
 
 
 def is_network(path: Path) -> bool:

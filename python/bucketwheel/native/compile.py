@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bucketwheel.native import env
 from bucketwheel.native.progress import NINJA_STATUS, Progress
-from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, tree
+from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, remedies_for, tree
 
 _UNIT_SOURCES = 7
 _LOOK_S = 0.2  # between two looks at how far ninja is
@@ -37,6 +37,7 @@ _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose on
 _CUDA_REMEDY = (
     "nvcc must know the architectures and the C++ compiler: choose by BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=..."
 )
+_NINJA_REMEDY = "pip install ninja, into an environment on a file system that is not mounted noexec"
 _RULES = """builddir = ..
 rule compile
   command = $cmd -MMD -MF $out.d
@@ -83,7 +84,7 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
         command=f"cd {shlex.quote(str(folder / 'csrc'))} && {commands.get(failed, shlex.join(argv))}",
         lines=[line for line in output.splitlines() if not _CHATTER.match(line)],
         log=log,
-        remedies=[_REMEDY, *([_CUDA_REMEDY] if recipe.module is CUDA else [])],
+        remedies=remedies_for(output, [_REMEDY, *([_CUDA_REMEDY] if recipe.module is CUDA else [])]),
     )
 
 
@@ -159,7 +160,7 @@ def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: 
             )
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
-            raise explain(f"ninja cannot be started: {error}", remedies=["pip install ninja"]) from error
+            raise explain(f"ninja cannot be started: {error}", remedies=[_NINJA_REMEDY]) from error
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
             while process.poll() is None:

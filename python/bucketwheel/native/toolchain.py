@@ -118,6 +118,17 @@ def explain(
     return BuildError("\n".join(text))
 
 
+def remedies_for(output: str, others: Sequence[str]) -> list[str]:
+    """``others``, unless ``output`` says that a folder is the reason: no compiler would do better in it."""
+    if re.search("No space left on device|Disk quota exceeded", output):
+        where = "BW_CACHE_DIR=... for what is built, TMPDIR=... for the compiler's own files"
+        return [f"make room, or name folders that have it: {where}"]
+    if "failed to map segment" in output:
+        where = "BW_CACHE_DIR=...; TMPDIR=... where that has the cache, and at install"
+        return [f"name a folder on a file system that is not mounted noexec: {where}"]
+    return list(others)
+
+
 def say(text: str) -> None:
     """Tell the user on stderr why the program pauses."""
     print(f"[bucketwheel] {text}", file=sys.stderr, flush=True)
