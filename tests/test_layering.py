@@ -211,7 +211,7 @@ def imported(path: Path) -> set[str]:
             names.add("__init__")
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             return
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import bucketwheel
 from bucketwheel import errors
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, Error, MismatchError, PeerError
@@ -35,6 +36,27 @@ def test_all_have_one_root() -> None:
     for kind in COMM_ERRORS:
         assert issubclass(kind, CommError)
     assert issubclass(CommTimeout, TimeoutError)
+
+
+def test_other_optimizers_are_named_with_what_to_use() -> None:
+    """issue 44"""
+    for name in ("SGD", "ShardedSGD", "Adagrad", "ShardedRMSprop"):
+        with pytest.raises(
+            AttributeError, match=f"{name}'.*Adam only.* use torch.optim.{name.removeprefix('Sharded')} with"
+        ):
+            getattr(bucketwheel, name)
+    for name in ("Lion", "ShardedLAMB", "AdamW8bit", "ZeroRedundancyOptimizer"):
+        with pytest.raises(AttributeError, match="Adam only.*DDP or FSDP2.*bw.reduce_scatter and bw.all_gather"):
+            getattr(bucketwheel, name)
+    for name in ("AdamW", "Adam", "ShardedAdam", "ShardedAdamw"):
+        with pytest.raises(AttributeError, match="use bw.ShardedAdamW.*decoupled_weight_decay=False"):
+            getattr(bucketwheel, name)
+    for name in ("nothing", "Sharded", "Optimizer", "__path_hooks__", "missing_name"):
+        with pytest.raises(AttributeError, match=f"^module 'bucketwheel' has no attribute '{name}'$"):
+            getattr(bucketwheel, name)
+    assert not hasattr(bucketwheel, "SGD") and "SGD" not in dir(bucketwheel)
+    with pytest.raises(ImportError, match="cannot import name 'SGD'"):
+        exec("from bucketwheel import SGD")
 
 
 def test_what_is_not_known_has_its_default() -> None:
