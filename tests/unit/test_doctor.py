@@ -140,9 +140,7 @@ def test_a_missing_nccl_matters_only_where_it_is_needed() -> None:
 
 
 def test_what_only_gpus_need_reads_as_no_fault_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """issue 44"""
-
-    def fail() -> None:
+    def fail() -> None:  # (issue 44)
         raise DeviceError("NCCL: none was found")
 
     monkeypatch.setattr(doctor.nccl_library, "info", fail)

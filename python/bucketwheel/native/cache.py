@@ -59,10 +59,7 @@ def _choose_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    try:
-        folder = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
-    except FileNotFoundError as error:  # none can be written
-        raise unwritable(folder, error) from error
+    folder = Path(tempfile.gettempdir(), f"bucketwheel-{os.getuid()}")
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)  # before somebody else does: the name is known
     return folder

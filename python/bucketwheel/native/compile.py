@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from bucketwheel.native import env
-from bucketwheel.native.progress import NINJA_STATUS, Progress
+from bucketwheel.native.progress import Progress
 from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, remedies_for, tree
 
 _UNIT_SOURCES = 7
@@ -144,19 +144,12 @@ def find_ninja() -> str:
 def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: Progress) -> tuple[bool, str]:
     """Run ninja; whether it succeeded, and its output, which is added to ``log``. It has a session of its own: Ctrl-C
     reaches this process only."""
-    timeout_s, begin = env.build_timeout_s(), log.stat().st_size
-    end, environment = time.monotonic() + timeout_s, {**os.environ, "NINJA_STATUS": NINJA_STATUS}
+    timeout_s, begin, start = env.build_timeout_s(), log.stat().st_size, time.monotonic()
     with log.open("a") as file:
         known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C in Popen would leave ninja behind
         try:
             process = subprocess.Popen(
-                argv,
-                cwd=cwd,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=inherited,
+                argv, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=inherited
             )
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
@@ -164,7 +157,7 @@ def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: 
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
             while process.poll() is None:
-                if (left_s := end - time.monotonic()) <= 0:
+                if (left_s := start + timeout_s - time.monotonic()) <= 0:
                     raise subprocess.TimeoutExpired(argv, timeout_s)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(min(_LOOK_S, left_s))

@@ -13,10 +13,10 @@ from typing import Any
 
 from bucketwheel.native.toolchain import Module, say
 
-NINJA_STATUS = "[%f/%t] "  # before each file that ninja has made, in the log: how many are made of all
 REPORT_S = 10.0
 _DRAW_S = 0.5
-_DONE = re.compile(r"^\[(\d+)/(\d+)\] ", re.MULTILINE)
+# Begins ninja's line for each file that it has made: how many are made, of how many.
+_DONE = re.compile(r"^\[(\d+)/(\d+)", re.MULTILINE)
 
 
 class Progress:
