@@ -3,20 +3,39 @@
 Nothing here imports torch or needs it, so `pip install .` works under build isolation.
 """
 
+import atexit
 import importlib
 import os
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 AOT = os.environ.get("BW_AOT", "")
 if AOT not in ("", "cpu", "cuda"):
     raise SystemExit(f"BW_AOT={AOT!r} is not known; at install 'cpu' can be compiled, or 'cuda', which includes it")
+
+
+class Build(build):
+    """Builds in a new folder. setuptools would take ./build, where modules that were deleted since lie from earlier builds,
+    and put all of it into the wheel."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_base = tempfile.mkdtemp(prefix="bucketwheel-build-")
+        atexit.register(remove, Path(self.build_base))
+
+
+def remove(folder: Path) -> None:
+    """Unless it has the log of a native build that has failed."""
+    if not any(folder.rglob("native_build.log")):
+        shutil.rmtree(folder)
 
 
 class BuildPackage(build_py):
@@ -32,13 +51,11 @@ class BuildPackage(build_py):
         if self.editable_mode:
             return
         package = Path(self.build_lib, "bucketwheel")
-        shutil.rmtree(package / "_csrc", ignore_errors=True)
         shutil.copytree(ROOT / "csrc", package / "_csrc", ignore=shutil.ignore_patterns(".*", "*~", "#*"))
-        shutil.rmtree(package / "_native", ignore_errors=True)
         if AOT:
-            build = native_build()
-            modules = (build.CPU, build.CUDA) if AOT == "cuda" else (build.CPU,)
-            build.build_into(package / "_native", modules)
+            native = native_build()
+            modules = (native.CPU, native.CUDA) if AOT == "cuda" else (native.CPU,)
+            native.build_into(package / "_native", modules)
 
 
 def native_build() -> types.ModuleType:
@@ -56,4 +73,4 @@ class NativeDistribution(Distribution):
         return bool(AOT)
 
 
-setup(cmdclass={"build_py": BuildPackage}, distclass=NativeDistribution)
+setup(cmdclass={"build": Build, "build_py": BuildPackage}, distclass=NativeDistribution)

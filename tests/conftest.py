@@ -30,7 +30,7 @@ LONG = (
     "tests/frameworks/",
     *(
         f"tests/unit/test_{name}.py"
-        for name in ("packages", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
+        for name in ("packages", "wheel", "gpu_parts", "testing", "doctor", "nccl", "build", "float16")
     ),
     *(f"tests/faults/test_{name}.py" for name in ("lifecycle", "faults", "faults_apart")),
     *(f"tests/stock/test_{name}.py" for name in ("train_gpt", "train_gpt_resume", "examples")),

@@ -3,6 +3,8 @@
 Importing compiles nothing; the native module builds itself at first use.
 """
 
+from typing import TYPE_CHECKING
+
 from bucketwheel import checkpoint
 from bucketwheel._version import __version__
 from bucketwheel.checkpoint.snapshots import Snapshots
@@ -40,6 +42,9 @@ from bucketwheel.optim.module_sync import ModuleSync, sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.pool.fsdp2 import pool_for_fsdp2
 from bucketwheel.pool.pool import Lease, Pool, PoolStats
+
+if not TYPE_CHECKING:  # or every name would pass the type checker
+    from bucketwheel.optim.other_optimizers import missing_name as __getattr__  # noqa: F401
 
 __all__ = [
     "UnknownKey",

@@ -6,6 +6,7 @@ In native code a device is a number: the index of a CUDA device, -1 for the CPU.
 from __future__ import annotations
 
 import array
+import ctypes
 import gc
 import threading
 import weakref
@@ -21,6 +22,7 @@ from bucketwheel.native import core, modules
 __all__ = [
     "CPU",
     "Uploads",
+    "buffer_of",
     "device_index",
     "device_named",
     "index_of",
@@ -109,6 +111,12 @@ def join(device: torch.device, stream: torch.cuda.Stream | None) -> None:
     current = stream_of(device)
     if current is not None and stream is not None and stream != current:
         current.wait_stream(stream)
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU as bytes, writable; valid while the tensor lives. Unlike
+    ``Tensor.numpy()`` it needs no numpy, which torch does not require."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def upload(to: Tensor, values: bytes) -> None:

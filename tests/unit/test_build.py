@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from bucketwheel.native import cache
 from tests.support.requirements import need_root
-from tests.unit.tiny_tree import LOAD, WAIT, TinyTree
+from tests.unit.tiny_tree import LOAD, MODULE, WAIT, TinyTree
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGER = 12345  # no account of this machine
@@ -98,6 +101,39 @@ def test_waiting_has_an_end_and_says_for_whom(tree: TinyTree) -> None:
     tree.release_compiler()
     assert [child.communicate(timeout=60)[0] for child in (builder, waiter)] == ["42\n"] * 2
     assert len(tree.compiled()) == 3
+
+
+def texts_of(file: int) -> Callable[[], str]:
+    """What comes out of it until now; never waits."""
+    os.set_blocking(file, False)
+    text = bytearray()
+
+    def read() -> str:
+        with suppress(OSError):  # nothing new, or the end
+            text.extend(os.read(file, 4096))
+        return text.decode()
+
+    return read
+
+
+def test_the_builder_and_who_waits_tell_how_far_it_is(tree: TinyTree) -> None:
+    """issue 44: 171 s without a word"""
+    tree.make_compiler(before=f'case "$*" in *" -c bindings"*) while [ ! -e {tree.gate} ]; do sleep 0.05; done;; esac')
+    builder = tree.start(WAIT)
+    wait_until(tree.compiled, "the first compile")
+    terminal, theirs = pty.openpty()
+    waiters = [tree.start(WAIT), tree.start(WAIT, stderr=theirs)]
+    os.close(theirs)
+    own = r"native module, being built: 1 of 3 files in \d+ s \(usually 1 to 3 minutes\)"
+    others = own.replace("built", f"built by process {builder.pid} on .*, since [0-9:]+")
+    bar = r"\r\[bucketwheel\] native module \[###-------\] 1/3 files, \d+ s \(usually 1 to 3 minutes\)\x1b\[K"
+    for file, says in ((builder.stderr, own), (waiters[0].stderr, others), (terminal, bar)):
+        read = texts_of(file if isinstance(file, int) else file.fileno())
+        wait_until(lambda read=read, says=says: re.search(says, read()), says)
+    tree.release_compiler()
+    assert [process.communicate(timeout=60)[0] for process in (builder, *waiters)] == ["42\n"] * 3
+    assert read().endswith("\r\x1b[K") and "being built" not in read()
+    os.close(terminal)
 
 
 # ---- whatever dies ---------------------------------------------------------------------------------------------------
@@ -369,6 +405,33 @@ NO_HEADERS = (
 def test_what_is_missing_is_named(tree: TinyTree, before: str, changes: dict[str, str], says: tuple[str, ...]) -> None:
     message = tree.error(before + LOAD, **changes)
     assert all(text in message for text in says) and "BW_NATIVE_DIR=" in message, message
+
+
+NO_ROOM = "/tmp/cc79QVum.s: Fatal error: can't fill 256 bytes in section .data of x.o: 'No space left on device'"
+NO_EXEC = "_cpu.so: failed to map segment from shared object"
+
+
+@pytest.mark.parametrize("where", ["compiler", "import", "load", "cache"])
+def test_a_folder_is_named_where_no_compiler_would_do_better(tree: TinyTree, where: str) -> None:
+    """issue 44"""
+    code = LOAD
+    if where == "compiler":
+        tree.make_compiler(before=f'echo "{NO_ROOM}" >&2; exit 1')
+    elif where == "import":
+        raised = f'PyErr_SetString(PyExc_ImportError, "{NO_EXEC}"); return nullptr;'
+        tree.write("bindings/module.cpp", MODULE.replace("PyObject* module = ", raised + "PyObject* module = "))
+    elif where == "load":
+        tree.run()
+        code = "import importlib.machinery as m\nfrom bucketwheel.native import modules\ndef fail(*_): raise ImportError('NO_EXEC')\n".replace(
+            "NO_EXEC", NO_EXEC
+        )
+        code += "m.ExtensionFileLoader.exec_module = fail\n" + LOAD
+    else:
+        code = "import pathlib\ndef fail(*_, **__): raise OSError(28, 'No space left on device')\n"
+        code += "pathlib.Path.write_text = fail\n" + LOAD
+    message = tree.error(code)
+    assert "BW_CACHE_DIR=..." in message and "TMPDIR=..." in message
+    assert "CXX" not in message.partition("What you can do:")[2]
 
 
 # ---- the real package ------------------------------------------------------------------------------------------------

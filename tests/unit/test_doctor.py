@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bucketwheel.errors import DeviceError
 from bucketwheel.tools import doctor
 from tests.unit.tiny_tree import TinyTree
 
@@ -136,6 +137,25 @@ def test_a_missing_nccl_matters_only_where_it_is_needed() -> None:
     assert doctor.judge(on_cpu) == ([], [])
     assert doctor.judge({**on_cpu, "environment": {"BW_NCCL_LIB": "/x"}}) == ([], ["NCCL: none was found"])
     assert doctor.judge(well(nccl={"torch": "2.28.9", "unknown": "until the native module is built"})) == ([], [])
+
+
+def test_what_only_gpus_need_reads_as_no_fault_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:  # (issue 44)
+        raise DeviceError("NCCL: none was found")
+
+    monkeypatch.setattr(doctor.nccl_library, "info", fail)
+    monkeypatch.setenv("NVCC", "no-such-nvcc")
+    monkeypatch.delenv("BW_NCCL_LIB", raising=False)
+    for devices, words in (([], "none, and not needed here"), ([H200], "missing: ")):
+        monkeypatch.setattr(doctor, "_gpus", lambda devices=devices: {"devices": devices, "torch_sees_them": False})
+        monkeypatch.setattr(doctor.torch.version, "cuda", "13.0" if devices else None)
+        found = doctor.facts()
+        text = doctor.render({**found, "status": 0, "errors": [], "warnings": []})
+        assert f"    nvcc         {words}" in text
+        assert ("    cuda         state unavailable, and not needed here" in text) == (not devices)
+        assert ("    found        none, and not needed here" in text) == ("NCCL: none" not in text) == (not devices)
+    monkeypatch.setenv("BW_NCCL_LIB", "/x")
+    assert "error" in doctor.facts()["nccl"]
 
 
 def test_what_is_broken() -> None:

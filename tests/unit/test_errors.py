@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import bucketwheel
 from bucketwheel import errors
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError, CommError, CommTimeout, Error, MismatchError, PeerError
@@ -35,6 +36,21 @@ def test_all_have_one_root() -> None:
     for kind in COMM_ERRORS:
         assert issubclass(kind, CommError)
     assert issubclass(CommTimeout, TimeoutError)
+
+
+def test_other_optimizers_are_named_with_what_to_use() -> None:
+    """issue 44"""
+    by_hand = "bw.reduce_scatter and bw.all_gather, as examples/zero1_by_hand.py$"
+    wanted = {name: f": AdamW and Adam only.* use torch.optim.SGD with .* {by_hand}" for name in ("SGD", "ShardedSGD")}
+    wanted |= {name: f": AdamW and Adam only.* use {name} with .* {by_hand}" for name in ("Lion", "LAMB", "AdamW8bit")}
+    wanted |= {name: ": use bw.ShardedAdamW.*" for name in ("AdamW", "Adam", "ShardedAdam", "ShardedAdamw")}
+    wanted |= {name: "$" for name in ("nothing", "Sharded", "__path_hooks__", "missing_name")}
+    for name, says in wanted.items():
+        with pytest.raises(AttributeError, match=f"^module 'bucketwheel' has no attribute '{name}'{says}"):
+            getattr(bucketwheel, name)
+    assert not hasattr(bucketwheel, "SGD") and "SGD" not in dir(bucketwheel)
+    with pytest.raises(ImportError, match="cannot import name 'SGD'"):
+        exec("from bucketwheel import SGD")
 
 
 def test_what_is_not_known_has_its_default() -> None:

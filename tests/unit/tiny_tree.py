@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 
 # tools/doctor.py and __main__.py need torch, the others do not.
-REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "toolchain")]
+REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "progress", "toolchain")]
 REAL += ["_version.py", "errors.py", "comm/nccl_library.py", "__main__.py"]
 REAL += [f"tools/{name}.py" for name in ("checkpoint", "doctor", "flight", "plan", "tetris")]
 
@@ -78,7 +78,7 @@ exec c++ "$@"
 LOAD = "from bucketwheel.native import modules; print(modules.native().answer, flush=True)"
 LOAD_CUDA = LOAD.replace("native()", "cuda()")
 # Waiters report soon, so that a test knows when they wait.
-WAIT = "from bucketwheel.native import cache; cache.REPORT_S = 0.1; " + LOAD
+WAIT = "from bucketwheel.native import progress; progress.REPORT_S = 0.1; " + LOAD
 
 
 class TinyTree:
@@ -157,13 +157,13 @@ class TinyTree:
         }
         return {**kept, **{name: value for name, value in wanted.items() if value is not None}}
 
-    def start(self, code: str = LOAD, **changes: str | None) -> subprocess.Popen[str]:
+    def start(self, code: str = LOAD, stderr: int = subprocess.PIPE, **changes: str | None) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", code],
             env=self.environment(**changes),
             cwd=self.root,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 

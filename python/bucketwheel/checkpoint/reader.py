@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from bucketwheel.checkpoint.format import Description, Stored, describe, folder_of
-from bucketwheel.checkpoint.writer import CHUNK_BYTES, buffer_of
+from bucketwheel.checkpoint.writer import CHUNK_BYTES
+from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bucketwheel.device import buffer_of
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
 
@@ -118,7 +119,7 @@ class Record:
             self._tensors[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in layout.rows
         ]
         # Written by the host without torch: in a call of torch another thread may take the interpreter.
-        self._host = {name: self._tensors[name].numpy().data for name in ("scalars", "factors", "used")}
+        self._host = {name: buffer_of(self._tensors[name]) for name in ("scalars", "factors", "used")}
 
     def fill(self, memory: ShardMemory, given: StepInputs) -> None:
         """Copies what the kernel gets. If this memory is pinned, it does not wait for the device."""
@@ -131,14 +132,14 @@ class Record:
                 lr = 0.0
             flags = (group["maximize"], group.get("decoupled_weight_decay", True))
             scalars += [float(x) for x in (lr, *group["betas"], group["eps"], group["weight_decay"], *flags)]
-        self._host["scalars"][:] = array.array("d", scalars)
+        self._host["scalars"][:] = array.array("d", scalars).tobytes()
         for place, lr in on_device:
             self._tensors["scalars"][place].copy_(lr.detach().reshape(()).to(torch.float32), non_blocking=True)
         self._host["used"][:] = bytes(given.used)
         if given.factors is None:
-            self._host["factors"][:] = array.array("d", [1.0]) * len(given.used)
+            self._host["factors"][:] = array.array("d", [1.0]).tobytes() * len(given.used)
         elif given.factors.is_cpu:
-            self._host["factors"][:] = given.factors.numpy().data
+            self._host["factors"][:] = buffer_of(given.factors)
         else:
             self._tensors["factors"].copy_(given.factors, non_blocking=True)
         for number, space in enumerate(memory.spaces):

@@ -52,7 +52,7 @@ from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, Dat
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
-from bucketwheel.torch_internals import timeout_of
+from bucketwheel.torch_internals import all_gather_text, timeout_of
 
 __all__ = [
     "STAGING_BYTES",
@@ -180,14 +180,13 @@ def agree(engine: Engine | None, what: str, error: Exception | None) -> None:
     if engine is not None:
         engine.expect_done_by_all(what, error)
         return
-    said: list[Any] = []
+    said: list[str] = []
     if _has_world():
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+        said = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, text in enumerate(said):
-        if text is not None:
+        if text:
             raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
 
 

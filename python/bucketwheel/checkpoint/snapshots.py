@@ -37,7 +37,7 @@ from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 from bucketwheel.checkpoint.restore import restore_from
 from bucketwheel.checkpoint.snapshot_files import SnapshotFile, open_snapshots, private_folder, remove_other_runs
 from bucketwheel.comm import background
-from bucketwheel.device import stream_of
+from bucketwheel.device import buffer_of, stream_of
 from bucketwheel.errors import ClosedError, CommTimeout, expect_int, failing_together
 from bucketwheel.layout.shard_memory import StepInputs
 
@@ -249,8 +249,8 @@ class Snapshots:
         """What the rank before sends in its round of a step."""
         length, has_record = receive(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
         if length:
-            text = receive(torch.empty(length, dtype=torch.uint8, device="cpu")).numpy().tobytes().decode()
-            self._replace_kept(ShardLayout(text), step - has_record, receive)
+            text = receive(torch.empty(length, dtype=torch.uint8, device="cpu"))
+            self._replace_kept(ShardLayout(bytes(buffer_of(text)).decode()), step - has_record, receive)
         if has_record:
             assert self._kept is not None
             receive(self._kept.record(step).memory)

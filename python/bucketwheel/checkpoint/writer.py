@@ -34,6 +34,7 @@ from bucketwheel import torch_internals
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, folder_of, packed, packed_sums
 from bucketwheel.checkpoint.live import split_views
 from bucketwheel.checkpoint.mapped_file import sync_path
+from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
@@ -59,13 +60,6 @@ class ChunkedTensor(Protocol):
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its bytes in row-major order, as contiguous tensors on the CPU. One is used until the next is asked for."""
-
-
-def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, for the operating system; valid while the tensor lives."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _address(memory: memoryview) -> int:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from bucketwheel.comm import gloo, patience
 from bucketwheel.comm.background import start
 from bucketwheel.comm.rendezvous import Rendezvous, has_keys
+from bucketwheel.device import buffer_of
 from bucketwheel.errors import CommTimeout
 from bucketwheel.native import core
 from bucketwheel.torch_internals import all_gather, another_connection
@@ -333,14 +334,14 @@ class _Rounds:
             raise ValueError("collect: nothing is posted")
         begin = time.monotonic()
         self._await(begin, timeout)
-        slots = [slot.numpy().tobytes() for slot in self._slots]
+        slots = [bytes(buffer_of(slot)) for slot in self._slots]
         lengths = [_HEAD.unpack_from(slot)[0] for slot in slots]
         longest = max(lengths)
         if longest > _INLINE_BYTES:  # on every rank alike
             everyone = torch.empty(self._size, longest, dtype=torch.uint8, device="cpu")
             self._work = self._gather(everyone, bytearray(self._payload.ljust(longest, b"\0")))
             self._await(begin, None)
-            payloads = [data.numpy().tobytes()[:length] for data, length in zip(everyone, lengths, strict=True)]
+            payloads = [bytes(buffer_of(data)[:length]) for data, length in zip(everyone, lengths, strict=True)]
         else:
             payloads = [slot[_HEAD.size : _HEAD.size + length] for slot, length in zip(slots, lengths, strict=True)]
         self._work = None

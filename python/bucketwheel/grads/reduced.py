@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.device import Uploads, torch_device
+from bucketwheel.device import Uploads, buffer_of, torch_device
 from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
@@ -211,10 +211,15 @@ class ReducedGrads:
             gathered = own.new_empty(comm.size, own.numel())
             comm._all_gather_into(gathered, own).wait()
             return gathered
-        values, step = own.numpy().tobytes(), comm.max_payload_bytes // 8 * 8
+        return self._everyone_on_cpu(bytes(buffer_of(own)), own.dtype, comm)
+
+    def _everyone_on_cpu(self, values: bytes, dtype: torch.dtype, comm: Communicator) -> Tensor:
+        """`_everyone` of what ``values`` hold."""
+        step = comm.max_payload_bytes // 8 * 8
         rounds = [comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
         joined = bytearray(b"".join(part for of_rank in zip(*rounds, strict=True) for part in of_rank))
-        return torch.frombuffer(joined, dtype=own.dtype).view(comm.size, -1) if joined else own.expand(comm.size, 0)
+        found = torch.frombuffer(joined, dtype=dtype) if joined else self._new(0, dtype=dtype)
+        return found.view(comm.size, len(values) // dtype.itemsize)
 
     def _over_ranks(self, by_rank: Tensor) -> Tensor:
         """[n]: ``by_rank`` [ranks, n] added in rank order, so all ranks have the same bits."""
@@ -233,18 +238,21 @@ class ReducedGrads:
         Kept until a gradient changes. Made on arrival, so nothing is read again.
         """
         if self._sums is None or (self._has_graph and self.factors.are_unsure):
-            own = self._sums_on_cpu() if self._is_on_cpu else self._sums_on_cuda()
-            self._sums = self._over_ranks(self._everyone(own))  # the ranks' own sums are not kept: world x params
+            if self._is_on_cpu:
+                everyone = self._everyone_on_cpu(self._sums_on_cpu().tobytes(), torch.float64, self.comm)
+            else:
+                everyone = self._everyone(self._sums_on_cuda())
+            self._sums = self._over_ranks(everyone)  # the ranks' own sums are not kept: world x params
         return self._sums
 
-    def _sums_on_cpu(self) -> Tensor:
+    def _sums_on_cpu(self) -> array.array[float]:
         assert self._arrival_sums is not None
         local = array.array("d", self._arrival_sums.sums(bytes(self._content)))
         for index, param in enumerate(self._params) if any(self._edited) else ():
             if self._edited[index] and self._content[index]:
                 again = core.sumsq([piece.grad for piece in param.pieces])
                 local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
-        return torch.frombuffer(local, dtype=torch.float64) if local else self._new(0)
+        return local
 
     def _sums_on_cuda(self) -> Tensor:
         self._sum_edited_rows()

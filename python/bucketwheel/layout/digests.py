@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bucketwheel.device import buffer_of
+
 __all__ = ["bytes_of", "digests_of"]
 
 _FOLDED = 1024  # bytes that what is larger than twice that is added up to, as int64, on its device
@@ -22,7 +24,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def digests_of(tensors: Sequence[Tensor]) -> list[bytes]:
     """Of each tensor's bytes, wherever it lies. Reads everything once; the host gets at most 2 KiB of each."""
     with torch.no_grad():
-        return [hashlib.blake2b(_folded(one).cpu().numpy().data, digest_size=8).digest() for one in tensors]
+        folded = [_folded(one).cpu() for one in tensors]
+        return [hashlib.blake2b(buffer_of(one), digest_size=8).digest() for one in folded]
 
 
 def _folded(tensor: Tensor) -> Tensor:

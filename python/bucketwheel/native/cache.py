@@ -28,9 +28,9 @@ from typing import IO, Any
 
 from bucketwheel.errors import BuildError
 from bucketwheel.native import env
-from bucketwheel.native.toolchain import CPU, Module, explain, say
+from bucketwheel.native.progress import Progress
+from bucketwheel.native.toolchain import CPU, Module, explain, remedies_for
 
-REPORT_S = 10.0
 _LOOK_S = 0.05  # between two tries for the lock
 _NETWORK_FILE_SYSTEMS = set(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
@@ -66,9 +66,8 @@ def _choose_folder() -> Path:
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
-    return explain(
-        f"the cache folder {folder} cannot be used: {why}", remedies=["name a writable one: BW_CACHE_DIR=..."]
-    )
+    remedies = remedies_for(str(why), ["name a writable one: BW_CACHE_DIR=..."])
+    return explain(f"the cache folder {folder} cannot be used: {why}", remedies=remedies)
 
 
 def is_network(path: Path) -> bool:
@@ -115,29 +114,28 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
     folder.mkdir(parents=True, exist_ok=True)
     holder, limit_s, start = folder / "builder.txt", env.build_timeout_s(), time.monotonic()
     with open(f"{folder}.lock", "a") as lock:
-        has_waited, report_s = False, REPORT_S
-        while not _is_locked_by(lock):
-            waited_s, builder = time.monotonic() - start, "an unnamed process"
-            with suppress(OSError):
-                builder = holder.read_text()
-            if waited_s >= limit_s:
-                gone, leave = "", f"its lock is {folder}.lock"
-                if _has_ended(builder):
-                    gone = ", which has ended: what it has started holds the lock"
-                    leave = f"or remove {folder}.lock when none runs"
-                raise explain(
-                    f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}",
-                    module=module,
-                    remedies=[
-                        f"look at that process, or the ninja that it has left; {leave}",
-                        "set another BW_CACHE_DIR",
-                    ],
-                )
-            if waited_s >= report_s:
-                say(f"waited {waited_s:.0f} s for the {module.title}, being built by {builder}")
-                report_s += REPORT_S
-            time.sleep(_LOOK_S)
-            has_waited = True
+        has_waited = False
+        with Progress(module, folder / "build.log", folder) as progress:
+            while not _is_locked_by(lock):
+                waited_s, builder = time.monotonic() - start, "an unnamed process"
+                with suppress(OSError):
+                    builder = holder.read_text()
+                if waited_s >= limit_s:
+                    gone, leave = "", f"its lock is {folder}.lock"
+                    if _has_ended(builder):
+                        gone = ", which has ended: what it has started holds the lock"
+                        leave = f"or remove {folder}.lock when none runs"
+                    raise explain(
+                        f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}",
+                        module=module,
+                        remedies=[
+                            f"look at that process, or the ninja that it has left; {leave}",
+                            "set another BW_CACHE_DIR",
+                        ],
+                    )
+                progress.show(builder)
+                time.sleep(_LOOK_S)
+                has_waited = True
         try:
             if not any(folder.iterdir()):
                 _seed(folder)

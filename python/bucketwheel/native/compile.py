@@ -12,6 +12,7 @@ builder comes when they are through, finds their objects and links. Their output
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -20,12 +21,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from bucketwheel.native import env
-from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, tree
+from bucketwheel.native.progress import Progress
+from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, remedies_for, tree
 
 _UNIT_SOURCES = 7
+_LOOK_S = 0.2  # between two looks at how far ninja is
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # What ninja says of each run and ptxas of each kernel, whatever went wrong.
 _CHATTER = re.compile(r"ninja: build stopped|\[\d+/\d+\] |ptxas info|\s+\d+ bytes stack frame, ")
@@ -33,6 +37,7 @@ _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose on
 _CUDA_REMEDY = (
     "nvcc must know the architectures and the C++ compiler: choose by BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=..."
 )
+_NINJA_REMEDY = "pip install ninja, into an environment on a file system that is not mounted noexec"
 _RULES = """builddir = ..
 rule compile
   command = $cmd -MMD -MF $out.d
@@ -66,7 +71,8 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
     # ninja starts commands in the order of the targets that it is given; the list of sources has slow ones first.
     argv = [find_ninja(), "-f", "../build.ninja", f"-j{len(os.sched_getaffinity(0))}", *commands]
     log.write_text("\n".join([*commands.values(), "", ""]))
-    is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock])
+    with Progress(recipe.module, log, folder) as progress:
+        is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock], progress)
     if is_done:
         return folder / recipe.module.file
     reported = re.findall(r"^FAILED: .*?(\S+)\s*$", output, re.MULTILINE)
@@ -78,7 +84,7 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
         command=f"cd {shlex.quote(str(folder / 'csrc'))} && {commands.get(failed, shlex.join(argv))}",
         lines=[line for line in output.splitlines() if not _CHATTER.match(line)],
         log=log,
-        remedies=[_REMEDY, *([_CUDA_REMEDY] if recipe.module is CUDA else [])],
+        remedies=remedies_for(output, [_REMEDY, *([_CUDA_REMEDY] if recipe.module is CUDA else [])]),
     )
 
 
@@ -135,10 +141,10 @@ def find_ninja() -> str:
     return os.path.join(ninja.BIN_DIR, "ninja")
 
 
-def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int]) -> tuple[bool, str]:
+def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: Progress) -> tuple[bool, str]:
     """Run ninja; whether it succeeded, and its output, which is added to ``log``. It has a session of its own: Ctrl-C
     reaches this process only."""
-    timeout_s, begin = env.build_timeout_s(), log.stat().st_size
+    timeout_s, begin, start = env.build_timeout_s(), log.stat().st_size, time.monotonic()
     with log.open("a") as file:
         known = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C in Popen would leave ninja behind
         try:
@@ -147,10 +153,15 @@ def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int]) -> tuple[b
             )
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
-            raise explain(f"ninja cannot be started: {error}", remedies=["pip install ninja"]) from error
+            raise explain(f"ninja cannot be started: {error}", remedies=[_NINJA_REMEDY]) from error
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, known)
-            process.wait(timeout_s)
+            while process.poll() is None:
+                if (left_s := start + timeout_s - time.monotonic()) <= 0:
+                    raise subprocess.TimeoutExpired(argv, timeout_s)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(_LOOK_S, left_s))
+                progress.show()
         except BaseException as error:  # too late, or Ctrl-C
             os.killpg(process.pid, signal.SIGTERM)  # only on this does ninja end its compilers, each a group of its own
             try:

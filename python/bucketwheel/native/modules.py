@@ -32,7 +32,7 @@ from bucketwheel.errors import BuildError
 from bucketwheel.native import cache as _cache
 from bucketwheel.native import compile, env
 from bucketwheel.native import toolchain as _toolchain
-from bucketwheel.native.toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, say
+from bucketwheel.native.toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, remedies_for, say
 
 __all__ = ["Found", "build_into", "cuda", "find", "locate", "native", "try_import"]
 
@@ -73,8 +73,13 @@ def _load(module: Module) -> ModuleType:
             loader.exec_module(loaded)
         except ImportError as error:
             is_named = bool(env.text("BW_NATIVE_DIR"))
-            remedy = "unset BW_NATIVE_DIR, or name a folder for this Python" if is_named else f"remove {path.parent}"
-            raise explain(f"{path} does not load: {error}", module=module, remedies=[remedy]) from error
+            remedy = (
+                "unset BW_NATIVE_DIR, or name a folder for this Python, not mounted noexec"
+                if is_named
+                else f"remove {path.parent}"
+            )
+            remedies = [remedy] if is_named else remedies_for(str(error), [remedy])
+            raise explain(f"{path} does not load: {error}", module=module, remedies=remedies) from error
         sys.modules[name] = loaded
         setattr(sys.modules["bucketwheel"], module.name, loaded)
         return loaded
@@ -185,7 +190,8 @@ def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
             failure.unlink(missing_ok=True)
             _cache.prune(cache)
             archs = f" for GPU architectures {toolchain.archs} ({toolchain.archs.origin})" if toolchain.archs else ""
-            say(f"building the {module.title}{archs} (once; later starts find it in the cache)")
+            usual = module.usual_time and f", usually {module.usual_time}"
+            say(f"building the {module.title}{archs} (once{usual}; later starts find it in the cache)")
             start = time.monotonic()
             try:
                 path = compile.compile_module(recipe, toolchain, folder, folder / "build.log", lock)
@@ -231,7 +237,7 @@ def try_import(module: Module, path: Path, log: Path | None = None) -> None:
         command=f"{sys.executable} -c 'import ...' {path.name}",
         lines=lines,
         log=log,
-        remedies=[remedy],
+        remedies=remedies_for("\n".join(lines), [remedy]),
     )
 
 

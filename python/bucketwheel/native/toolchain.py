@@ -37,6 +37,7 @@ class Module:
     title: str  # its name in messages
     sources: str  # its list of sources in csrc/
     elsewhere: tuple[str, ...]  # remedies that need no compiler
+    usual_time: str = ""  # of a build from nothing, where it has been measured
 
     @property
     def name(self) -> str:
@@ -54,7 +55,7 @@ class Module:
 
 
 _ELSEWHERE = "use one built elsewhere: BW_NATIVE_DIR=<folder with {}>, or `BW_AOT={} pip install .`"
-CPU = Module("cpu", "native module", "sources.txt", (_ELSEWHERE.format("_cpu*.so", "cpu"),))
+CPU = Module("cpu", "native module", "sources.txt", (_ELSEWHERE.format("_cpu*.so", "cpu"),), "1 to 3 minutes")
 CUDA = Module(
     "cuda",
     "CUDA module",
@@ -115,6 +116,17 @@ def explain(
     text.append("  What you can do:")
     text += [f"    - {remedy}" for remedy in (*remedies, *module.elsewhere)]
     return BuildError("\n".join(text))
+
+
+def remedies_for(output: str, others: Sequence[str]) -> list[str]:
+    """``others``, unless ``output`` says that a folder is the reason: no compiler would do better in it."""
+    if re.search("No space left on device|Disk quota exceeded", output):
+        where = "BW_CACHE_DIR=... for what is built, TMPDIR=... for the compiler's own files"
+        return [f"make room, or name folders that have it: {where}"]
+    if "failed to map segment" in output:
+        where = "BW_CACHE_DIR=...; TMPDIR=... where that has the cache, and at install"
+        return [f"name a folder on a file system that is not mounted noexec: {where}"]
+    return list(others)
 
 
 def say(text: str) -> None:

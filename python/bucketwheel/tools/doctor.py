@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
 def facts(build: Sequence[str] = ()) -> Facts:
     """All that is to be known, as values that JSON can hold. Builds the modules of these kinds first."""
     states = {kind: _state(module, is_built=kind in build) for kind, module in _MODULES.items()}
-    return {
+    found: Facts = {
         "bucketwheel": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {
             "version": sys.version.split()[0],
@@ -80,6 +80,8 @@ def facts(build: Sequence[str] = ()) -> Facts:
         "cache": _cache_facts(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
+    _excuse(found, build)
+    return found
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------------
@@ -172,6 +174,21 @@ def _cache_facts() -> Facts:
     }
 
 
+def _excuse(found: Facts, asked: Sequence[str]) -> None:
+    """Where no GPU is to be used, what only GPUs need may be missing: the reason would read as a fault."""
+    if "error" in found["nccl"] and not _needs_nccl(found):
+        found["nccl"] = {"torch": found["nccl"]["torch"], "found": "none, and not needed here"}
+    if found["tools"]["nvcc"].startswith("missing") and not found["gpus"]["devices"] and "cuda" not in asked:
+        found["tools"]["nvcc"] = "none, and not needed here"
+        if "error" in found["modules"]["cuda"]:
+            found["modules"]["cuda"]["state"] = "unavailable, and not needed here"
+
+
+def _needs_nccl(found: Facts) -> bool:
+    has_gpus = bool(found["gpus"]["devices"]) and found["torch"]["cuda"] is not None
+    return has_gpus or "BW_NCCL_LIB" in found["environment"]
+
+
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +216,7 @@ def judge(found: Facts, asked: Sequence[str] = ()) -> tuple[list[str], list[str]
     elif devices and not found["gpus"]["torch_sees_them"]:
         why = "is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
         concerns.append(f"there are GPUs, but torch sees none: {why}")
-    is_nccl_needed = "BW_NCCL_LIB" in found["environment"] or (devices and found["torch"]["cuda"] is not None)
-    if is_nccl_needed and "error" in found["nccl"]:
+    if _needs_nccl(found) and "error" in found["nccl"]:
         concerns.append(found["nccl"]["error"])
     unknown = [name for name in found["environment"] if name.startswith("BW_") and name not in env.KNOWN]
     concerns += [f"{name} is set, which bucketwheel does not know: docs/building.md has all names" for name in unknown]
