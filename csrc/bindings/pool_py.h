@@ -128,8 +128,15 @@ inline LeaseRef acquire_lease(Pool& pool, std::string key, int64_t nbytes, py::h
   if (waiting == nullptr) {
     waiting = current_stream(pool.device().id());
   }
-  const py::gil_scoped_release unlocked;
-  return pool.acquire(std::move(key), static_cast<size_t>(nbytes), waiting, std::move(where));
+  LeaseRef lease;
+  {
+    const py::gil_scoped_release unlocked;
+    lease = pool.acquire(std::move(key), static_cast<size_t>(nbytes), waiting, std::move(where));
+  }
+  if (const std::string first = pool.take_divergence(); !first.empty()) {
+    understood("_warn_of_divergence", py::str(first));
+  }
+  return lease;
 }
 
 inline void release_lease(Lease& self, py::handle after) {

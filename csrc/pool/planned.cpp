@@ -45,6 +45,14 @@ const Arena::Place* PoolImpl::find_place(Lease::State& state, const Arena::Key* 
     }
     state.is_side = !state.key.empty();
     stats.divergences += state.is_side ? 1 : 0;
+    if (state.is_side && divergence.empty()) {
+      divergence = ask(state.key, state.size_bytes) + ": plan '" + plan.name + "' " +
+                   (place == nullptr ? "does not have the key"
+                    : !fits          ? "has " + std::to_string(place->planned->size_bytes) + " bytes for it"
+                                     : "has a place for it, which is held by a live " +
+                                           static_cast<const Lease::State*>(owner)->describe());
+      is_divergence_new = true;
+    }
     return nullptr;
   }
   const auto asked = [&state] { return ask(state.key, state.size_bytes); };
@@ -109,6 +117,8 @@ void Pool::adopt(std::vector<PoolPlan> plans, bool is_strict) {
       impl_->enter(impl_->arena_slab);
     }
     impl_->is_strict = is_strict;
+    impl_->divergence.clear();
+    impl_->is_divergence_new = false;
     impl_->regime = 0;
     impl_->positions.assign(impl_->arena == nullptr ? 0 : impl_->arena->plans().size(), 0);
     impl_->stats.planned_bytes = total_bytes;
@@ -137,6 +147,14 @@ void Pool::set_regime(const std::string& name) {
 std::string Pool::regime() const {
   std::lock_guard lock(impl_->mutex);
   return impl_->arena == nullptr ? "" : impl_->arena->plans()[impl_->regime].name;
+}
+
+std::string Pool::take_divergence() {
+  if (!impl_->is_divergence_new) {  // no lock in every acquire
+    return {};
+  }
+  std::lock_guard lock(impl_->mutex);
+  return impl_->is_divergence_new.exchange(false) ? impl_->divergence : "";
 }
 
 void Pool::end_step() {

@@ -143,6 +143,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void adopt(std::vector<PoolPlan> plans, bool is_strict);
   void set_regime(const std::string& name);  // ValueError naming those that there are
   std::string regime() const;                // empty: no plans
+  // The first acquire since adopt() that its plan had no place for, and why; empty: none, or somebody has taken the text.
+  std::string take_divergence();
   // The step is over. LeaseLeak naming the leases of keys of the plans that are not meant to outlive it; of a strict
   // pool PlanDiverged if its order has not come to its end, in a regime that was begun. Both after all is set for the
   // next step.

@@ -131,6 +131,8 @@ struct PoolImpl {
   bool is_strict = false;
   size_t regime = 0;              // in arena->plans(): the one that acquires go by
   std::vector<size_t> positions;  // by regime: how many acquires of this step have followed its order; of strict pools
+  std::string divergence;         // the first acquire since adopt() that its plan had no place for
+  std::atomic<bool> is_divergence_new{false};  // from then on, until take_divergence()
   // What the trace that goes on has recorded; null: none does.
   std::unique_ptr<PoolTrace> trace;
 };

@@ -40,6 +40,7 @@ from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, r
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.optim.module_sync import ModuleSync, sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.optim.trainer_callback import trainer_callback
 from bucketwheel.pool.fsdp2 import pool_for_fsdp2
 from bucketwheel.pool.pool import Lease, Pool, PoolStats
 
@@ -93,5 +94,6 @@ __all__ = [
     "pool_for_fsdp2",
     "reduce_scatter",
     "sync_module",
+    "trainer_callback",
     "wait_all",
 ]

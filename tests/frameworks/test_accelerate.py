@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from bucketwheel.checkpoint import tensor_shard
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch, make_data, make_net, make_optimizer, make_schedule
@@ -79,27 +81,37 @@ def test_training_without_the_wrapper_is_the_same(ranks: RankPool, precision: st
 
 
 def test_a_saved_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
-    whole = ranks.run(train, "ours, all parts", "no", str(tmp_path / "state"))
-    rest = ranks.run(train, "ours, all parts", "no", "", str(tmp_path / "state"))
+    whole = ranks.run(train, "ours, full", "no", str(tmp_path / "state"))
+    rest = ranks.run(train, "ours, full", "no", "", str(tmp_path / "state"))
     assert_bitwise_equal([left.params for left in rest], [left.params for left in whole])
 
 
-def load_what_rank_0_saved(rank: int, world: int, folder: str) -> str:
+def load_what_rank_0_saved(rank: int, world: int, folder: str) -> tuple[list[str], str]:
+    """What the save has warned of, and the error of the load."""
     accelerator = make_accelerator(rank)
     net = make_net()
     accelerator.prepare(make_optimizer("ours", net.parameters()))
-    accelerator.save_state(folder)
+    made = training.recipe("Checkpoints", model=make_net(), lr=1e-2, folder=f"{folder} by us")  # what does save all
+    assert made["optimizer"]._engine.options.full_state_dict and Path(f"{folder} by us", ".metadata").exists()
+    tensor_shard.warn_of_part.cache_clear()  # once in a process
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    try:
+    with pytest.raises(ValueError) as error:
         accelerator.load_state(folder)
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+    return [str(one.message) for one in told if "pickled" in str(one.message)], str(error.value)
 
 
-def test_without_the_recipe_what_was_saved_is_refused_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(load_what_rank_0_saved, str(tmp_path / "state")):
-        assert "rank 0's part of 2" in said and "this is rank 1 of 2" in said
+def test_what_rank_0_saves_of_its_part_warns_and_is_refused_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Issue 44: the save was silent, and the other parts exist nowhere."""
+    for rank, (told, refused) in enumerate(ranks.run(load_what_rank_0_saved, str(tmp_path / "state"))):
+        assert "rank 0's part of 2" in refused and "this is rank 1 of 2" in refused
+        assert len(told) == (rank == 0), told
+        for text in (refused, *told):
+            assert "full_state_dict=True" in text and "bw.checkpoint.save" in text
+        assert all("rank 0's part of 2" in text for text in told)
 
 
 def step_with_a_scaler(rank: int, world: int) -> list[Any]:

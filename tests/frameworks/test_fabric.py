@@ -77,8 +77,8 @@ def test_training_without_the_wrapper_is_that_of_ddp(ranks: RankPool, precision:
 
 def test_a_saved_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
     saved = str(tmp_path / "state.ckpt")
-    whole = ranks.run(train, "ours, all parts", "32-true", "norm", saved)
-    rest = ranks.run(train, "ours, all parts", "32-true", "norm", "", saved)
+    whole = ranks.run(train, "ours, full", "32-true", "norm", saved)
+    rest = ranks.run(train, "ours, full", "32-true", "norm", "", saved)
     assert_bitwise_equal([left.params for left in rest], [left.params for left in whole])
 
 

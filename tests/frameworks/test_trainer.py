@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import bucketwheel as bw
+from bucketwheel.grads import agreement
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch
@@ -72,20 +74,23 @@ def train(
     how: dict[str, Any] = {}
     if given:
         how = {"optimizers": (training.make_optimizer(kind, model.parameters()), None)}
-    elif kind != "torch":
+    elif kind in ("ours", "ours, one round"):
         how = {"optimizer_cls_and_kwargs": (bw.ShardedAdamW, {"lr": 1e-2})}
-    made = transformers.Trainer
-    if "parts" in kind:
-        names = {"transformers": transformers, "keep_all_parts": training.keep_all_parts}
-        made = training.recipe("Trainer of transformers", **names)["ShardedTrainer"]
+    recipe = training.recipe("Trainer of transformers", transformers=transformers)
+    made: Any = recipe["ShardedTrainer"] if "one round" in kind else transformers.Trainer
+    if kind == "ours, full":
+        made = functools.partial(recipe["make_trainer"], lr=1e-2)
     trainer = made(model=model, args=arguments, train_dataset=make_texts(), **how)
-    trainer.train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-3" if resumes else None)
+    late: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "warn_of_late_round", lambda: late.append(1))
+        trainer.train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-3" if resumes else None)
     left = Training(wrapper=type(trainer.model_wrapped).__name__)
     for line in trainer.state.log_history:
         if "grad_norm" in line:
             for name in ("loss", "grad_norm", "learning_rate"):
                 left.see(line[name])
-    left.extra = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+    left.extra = [group["weight_decay"] for group in trainer.optimizer.param_groups], len(late)
     return left.end(model)
 
 
@@ -105,8 +110,15 @@ def test_training_is_that_of_ddp(ranks: RankPool, tmp_path: Path, how: Any) -> N
 
 
 def test_a_saved_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
-    whole = ranks.run(train, "ours, all parts", str(tmp_path))
-    assert whole[0].extra == [0.1, 0.0]  # weight decay, in the groups that Trainer makes
-    rest = ranks.run(train, "ours, all parts", str(tmp_path), False, True)
+    whole = ranks.run(train, "ours, full", str(tmp_path))
+    assert whole[0].extra[0] == [0.1, 0.0]  # weight decay, in the groups that Trainer makes
+    rest = ranks.run(train, "ours, full", str(tmp_path), False, True)
     assert_bitwise_equal([left.params for left in rest], [left.params for left in whole])
     assert_bitwise_equal([left.seen for left in rest], [left.seen for left in whole])
+
+
+def test_the_recipe_reduces_all_micro_batches_in_one_round(ranks: RankPool, tmp_path: Path) -> None:
+    """Issue 44: the warning of late gradients names `optimizer.no_sync`, which a Trainer's user does not call."""
+    usual, by_recipe = (ranks.run(train, kind, str(tmp_path))[0] for kind in ("ours", "ours, one round"))
+    assert (usual.extra[1], by_recipe.extra[1]) == (6, 0)
+    training.assert_agrees(by_recipe, usual)

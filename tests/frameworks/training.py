@@ -38,18 +38,14 @@ def recipe(section: str, **names: Any) -> dict[str, Any]:
     return namespace
 
 
-def keep_all_parts(optimizer: Any) -> Any:
-    return recipe("Checkpoints")["keep_all_parts"](optimizer)
-
-
 def make_optimizer(kind: str, params: Any) -> Any:
-    """``"torch"``, ``"ours"``, or ``"ours, all parts"`` for checkpoints."""
+    """``"torch"``, ``"ours"``, or ``"ours, full"`` for checkpoints."""
     params = list(params)
     if kind == "torch":
         return torch.optim.AdamW(params, **OPTIONS)
-    optimizer = bw.ShardedAdamW(params, **OPTIONS)
+    optimizer = bw.ShardedAdamW(params, **OPTIONS, full_state_dict=kind == "ours, full")
     assert optimizer._engine.world == 2
-    return keep_all_parts(optimizer) if kind == "ours, all parts" else optimizer
+    return optimizer
 
 
 def make_schedule(optimizer: Any) -> Any:

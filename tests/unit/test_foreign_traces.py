@@ -122,11 +122,11 @@ def test_devices(tmp_path: Path) -> None:
     path = write(tmp_path / "one.pickle", snapshot)
     assert from_snapshot(path) == from_snapshot(path, 1)
     assert sum(event.kind == "acquire" for event in from_snapshot(path).events) == 2 and kept
-    with pytest.raises(ValueError, match=r"one.pickle: the events of device 0: choose one of \[1\]"):
+    with pytest.raises(ValueError, match=r"one.pickle: the events of device 0: choose one of \[1\] with --device"):
         from_snapshot(path, 0)
     snapshot["device_traces"][2] = snapshot["device_traces"][1]
     path = write(tmp_path / "two.pickle", snapshot)
-    with pytest.raises(ValueError, match=r"the events of device None: choose one of \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"several devices have events: choose one of \[1, 2\] with --device"):
         from_snapshot(path)
     # The segments of the other device are not of this trace.
     assert sum(event.kind == "acquire" for event in from_snapshot(path, 2).events) == 1

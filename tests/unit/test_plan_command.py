@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import sys
@@ -187,6 +188,14 @@ def test_slack(run: Run, table: Path) -> None:
 BAD = {
     "no file": (["missing.csv"], "missing.csv"),
     "no trace": (["empty"], "empty, record 1: no column key"),
+    "gzip": (["units.csv.gz"], "units.csv.gz: this is gzip: unpack it first (gunzip)"),
+    "torch.save": (
+        ["saved.pt"],
+        "saved.pt: this is a file of torch.save, or a zip file: torch.cuda.memory._dump_snapshot(",
+    ),
+    "old torch.save": (["old.pt"], "old.pt: this is a file of torch.save"),
+    "JSON": (["profile.json"], "profile.json: this is JSON, and not of Trace.save, which begins with 'bucketwheel_t"),
+    "a page": (["memory.html"], "memory.html: this is HTML, as a page of memory_viz: torch.cuda.memory"),
     "a pickle": (["pickle"], "pickle: not the pickle of a memory snapshot"),
     "policy": (["units.csv", "--policy", "nix"], "policy 'nix': unknown; there are place, double_buffer, "),
     "refused": (["units.csv", "--policy", "double_buffer"], "policy 'double_buffer': cannot hold these sizes"),
@@ -200,6 +209,11 @@ BAD = {
 def test_what_cannot_be(name: str, run: Run, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(table.parent)
     Path("empty").touch()
+    Path("units.csv.gz").write_bytes(gzip.compress(table.read_bytes()))
+    torch.save({"segments": []}, "saved.pt")
+    torch.save({"segments": []}, "old.pt", _use_new_zipfile_serialization=False)
+    Path("profile.json").write_text('\n{\n  "traceEvents": []}')
+    Path("memory.html").write_text("<!DOCTYPE html>")
     Path("pickle").write_bytes(b"\x80\x04cos\nsystem\n.")
     arguments, message = BAD[name]
     assert message in run(*arguments, status=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -158,6 +159,29 @@ def test_a_step_that_leaves_the_plan_is_served_beside_it_and_counted() -> None:
     assert train(pool) == first and pool.stats().divergences == stats.divergences
     pool.step_end()
     pool.check()
+
+
+def test_the_first_divergence_from_a_plan_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    """Issue 44: it was counted and never told. Each adopted plan may warn once; a strict pool raises instead."""
+    pool, plan = planned()
+    train(pool)
+    assert not recwarn
+    pool.acquire("unknown", 500).release()
+    pool.acquire("weights/0", 1 << 20).release()
+    (told,) = recwarn
+    assert told.filename == __file__ and "explain()" in str(told.message)
+    assert "acquire of key 'unknown' (500 bytes): plan 'train' does not have the key" in str(told.message)
+    pool.adopt(plan)
+    with pytest.warns(UserWarning, match=r"'weights/0' \(1048576 bytes\): plan 'train' has 10240 bytes for it"):
+        pool.acquire("weights/0", 1 << 20).release()
+    pool.adopt(Plan.of("turns", {"w": 256, "x": 256}, {"w": [(0, 1)], "x": [(1, 2)]}))
+    with pool.acquire("x", 256), pytest.warns(UserWarning, match="'w'.* place for it, which is held by .* lease 'x'"):
+        pool.acquire("w", 256).release()
+    pool.adopt(plan)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="'unknown'"):
+        warnings.simplefilter("error")
+        pool.acquire("unknown", 500)
+    assert pool.stats().live_leases == 0 and len(recwarn) == 1
 
 
 def test_misuse_of_a_planned_pool_raises_named_errors() -> None:
@@ -454,6 +478,7 @@ def test_two_pools_never_share_and_ranks_agree_before_they_adopt() -> None:
     run_local(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:the pool has left its plan")
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 2**32))
 def test_live_leases_never_overlap(seed: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,7 +21,7 @@ if TYPE_CHECKING:  # it takes a second, and who calls the methods below has impo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["StoredState", "TensorShard"]
+__all__ = ["StoredState", "TensorShard", "warn_of_part"]
 
 _aten = torch.ops.aten
 
@@ -231,8 +234,9 @@ class TensorShard(Tensor):
         return f"TensorShard({named}{tuple(self.shape)}, {self.dtype}, rank {rank} of {world} has {ranges})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        given = (self.piece, tuple(self.shape), tuple(self.stride()), self.ranges, self.part, self.param_name)
-        return _rebuild, given
+        if self.part[1] > 1:
+            warn_of_part(f"rank {self.part[0]}'s part of {self.part[1]}")
+        return _reduced(self)
 
 
 @dataclass(frozen=True)
@@ -247,4 +251,21 @@ def _rebuild(*given: Any) -> TensorShard:
     return TensorShard(*given)
 
 
+def _reduced(shard: TensorShard) -> Any:
+    given = (shard.piece, tuple(shard.shape), tuple(shard.stride()), shard.ranges, shard.part, shard.param_name)
+    return _rebuild, given
+
+
+@functools.cache
+def warn_of_part(part: str) -> None:
+    """Once in a process, of one rank: a file that a framework writes of rank 0's `state_dict` has no other rank's part."""
+    warnings.warn(
+        f"the optimizer's state that is pickled here is {part}; unless each rank saves its own file, it cannot be loaded. Call "
+        "bw.checkpoint.save(folder, model, optimizer) on all ranks, or, where a framework saves, make the optimizer with "
+        "full_state_dict=True (docs/frameworks.md, Checkpoints)",
+        stacklevel=3,
+    )
+
+
 torch.serialization.add_safe_globals([_rebuild])
+ForkingPickler.register(TensorShard, _reduced)  # to another process: torch's async_save by a process sends each rank's

@@ -165,6 +165,7 @@ def warn_of_late_round() -> None:
         warnings.warn(
             "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced "
             "a second time when the window closes, which costs time and memory: run every backward but the last one "
-            "before a step inside optimizer.no_sync(), and checkpoint with use_reentrant=False",
+            "before a step inside optimizer.no_sync(), and checkpoint with use_reentrant=False (docs/frameworks.md has the code "
+            "for Trainer, Accelerate, Lightning and Fabric)",
             stacklevel=2,
         )

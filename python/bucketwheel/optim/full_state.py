@@ -174,9 +174,17 @@ def save(
 
 
 def save_for_torch(optimizer: ShardedAdamW) -> dict[str, Any] | None:
-    """What `state_dict` is to return where torch's `get_optimizer_state_dict` has called it for whole states, and would take a
-    part for one: all on each rank, with ``cpu_offload`` on rank 0, which alone keeps it. Then it is collective. Else None."""
-    call = call_of_torch("_get_optim_state_dict") if optimizer._engine.world > 1 else None
+    """What `state_dict` is to return where its caller would take a part for the whole. Then it is collective. Else None.
+
+    - torch's `get_optimizer_state_dict` has called it for whole states: all on each rank, with ``cpu_offload`` on rank 0,
+      which alone keeps it.
+    - The optimizer was made with ``full_state_dict=True``: all on rank 0. Before the first step there is nothing to gather:
+      Accelerate then moves what it gets to the device, and loads it again, on each rank.
+    """
+    engine = optimizer._engine
+    call = call_of_torch("_get_optim_state_dict") if engine.world > 1 else None
+    if call is None and engine.world > 1 and engine.options.full_state_dict and engine.steps.any():
+        return optimizer.full_state_dict() or None
     if call is None or not call["info"].full_state_dict:
         return None
     return optimizer.full_state_dict(0 if call["info"].cpu_offload else None) or {"state": {}, "param_groups": []}

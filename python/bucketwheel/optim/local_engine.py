@@ -42,6 +42,7 @@ class LocalEngine:
     timeout_s = 0.0  # there is nobody to wait for
 
     def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
+        self.options = options
         self.precision = options.precision
         self._torch_device = device
         self._device = device_index(device)

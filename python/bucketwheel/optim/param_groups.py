@@ -105,6 +105,7 @@ class OptimizerOptions:
     static_graph: bool
     capturable: bool
     on_external_update: str
+    full_state_dict: bool
 
     def __post_init__(self) -> None:
         if self.capturable and not self.static_graph:

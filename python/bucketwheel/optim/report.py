@@ -27,6 +27,7 @@ _USUAL = {
     "static_graph": False,
     "capturable": False,
     "on_external_update": "resync",
+    "full_state_dict": False,
 }
 
 

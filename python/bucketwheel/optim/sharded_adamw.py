@@ -135,6 +135,8 @@ class ShardedAdamW(Optimizer):
             naming it, before anything is updated (with a master the step compares, so the host waits for a CUDA device;
             without one, writes that raise no version are taken); ``"ignore"`` goes on from the master weight, if there
             is one. docs/numerics.md, "Writes by others". See `reload_master_params`.
+        full_state_dict: from the first step on `state_dict` is collective, and on rank 0 it is `full_state_dict`: for
+            frameworks, which save that of rank 0 (docs/frameworks.md, "Checkpoints").
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
@@ -176,6 +178,7 @@ class ShardedAdamW(Optimizer):
         max_inflight_buckets: int = 2,
         static_graph: bool = False,
         on_external_update: str = "resync",
+        full_state_dict: bool = False,
     ) -> None:
         if hasattr(self, "_made_engine"):
             raise RuntimeError(f"{type(self).__name__}.__init__ again: this optimizer is made already; make a new one")
@@ -214,6 +217,7 @@ class ShardedAdamW(Optimizer):
             static_graph=static_graph,
             capturable=capturable,
             on_external_update=on_external_update,
+            full_state_dict=not not full_state_dict,
         )
         self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         groups = (process_group, replicate_group)
@@ -437,7 +441,7 @@ class ShardedAdamW(Optimizer):
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, without communication: of sharded parameters this rank's part.
+        """The state, without communication (but with ``full_state_dict=True``): of sharded parameters this rank's part.
 
         ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
         for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with

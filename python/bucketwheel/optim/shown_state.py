@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.tensor_shard import TensorShard
+from bucketwheel.checkpoint.tensor_shard import TensorShard, warn_of_part
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import first_written, follow_param, saved_names
 from bucketwheel.native import core
@@ -144,6 +144,7 @@ class _Part(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        warn_of_part("one rank's part, as optimizer.state shows it")
         return self.clone().__reduce_ex__(protocol)
 
 

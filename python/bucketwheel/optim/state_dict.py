@@ -336,8 +336,8 @@ def _own_part(
         raise ValueError(
             f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}, for the elements "
             f"{list(shard.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part loads on "
-            "the rank that saved it, at the same world size and bucket_cap_mb: bw.checkpoint.load and "
-            "torch.distributed.checkpoint.load bring a checkpoint to any"
+            "the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, or a framework's "
+            "own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"
         )
     return shard.piece
 

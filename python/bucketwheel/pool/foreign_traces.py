@@ -17,11 +17,29 @@ from types import NoneType
 from typing import Any
 
 from bucketwheel.pool.placement import PlanKey
-from bucketwheel.pool.trace import Lifetimes, Trace, TraceEvent, plan_key
+from bucketwheel.pool.trace import HEADER, Lifetimes, Trace, TraceEvent, plan_key
 
-__all__ = ["from_csv", "from_snapshot"]
+__all__ = ["expect_known", "from_csv", "from_snapshot"]
 
+# What else one may have at hand, by how it begins. torch.save has written zip files since torch 1.6.
+_SNAPSHOT = "torch.cuda.memory._dump_snapshot(file) writes what is read here"
+_FORMATS = {
+    (b"\x1f\x8b",): "gzip: unpack it first (gunzip)",
+    (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF"): f"a file of torch.save, or a zip file: {_SNAPSHOT}",
+    (b"<",): f"HTML, as a page of memory_viz: {_SNAPSHOT}",
+    (b"{", b"["): f"JSON, and not of Trace.save, which begins with {HEADER!r}; of torch, {_SNAPSHOT}",
+}
 _MOST_BYTES = 2**44  # of one key: the sum of half a million such keys fits in 64 bits
+
+
+def expect_known(path: str | Path) -> None:
+    """ValueError naming the format of a file that is neither a trace nor a snapshot nor a table, if it is a common one."""
+    with open(path, "rb") as file:
+        begin = file.read(64).lstrip()
+    for magic, what in _FORMATS.items():
+        if begin.startswith(magic) and HEADER.encode() not in begin:
+            raise ValueError(f"{path}: this is {what}")
+
 
 # --- torch's snapshots ------------------------------------------------------------------------------------------------
 
@@ -55,8 +73,13 @@ def from_snapshot(path: str | Path, device: int | None = None) -> Trace:
     if device is None and len(busy) == 1:
         device = busy[0]
     if device not in busy:
-        hint = "torch.cuda.memory._record_memory_history() was not called" if not busy else f"choose one of {busy}"
-        raise ValueError(f"{path}: the events of device {device}: {hint}")
+        hint = (
+            f"choose one of {busy} with --device"
+            if busy
+            else "torch.cuda.memory._record_memory_history() was not called"
+        )
+        which = "several devices have events" if device is None and busy else f"the events of device {device}"
+        raise ValueError(f"{path}: {which}: {hint}")
     blocks = _Blocks()
     for at, entry in enumerate(traces[device]):
         blocks.take(entry, f"{path}, entry {at} of device {device}")

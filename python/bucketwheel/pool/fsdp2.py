@@ -203,8 +203,8 @@ def pool_for_fsdp2(model: nn.Module, pool: Pool | None = None, *, plan: bool = T
         model: an `FSDPModule`, or a module that has some.
         pool: on the device of the model, and used by nothing else. None: one with the defaults of `Pool`.
         plan: the first step is traced, and from the next one on each buffer has its address by a plan (`Pool.adopt`). What
-            differs from the first step is served beside it, and counted. No plan is made while the pool has another one, or
-            leases of others.
+            differs from the first step is served beside it, counted, and warned of once. No plan is made while the pool has
+            another one, or leases of others.
 
     `SeveralParamGroups` where a module has several: torch has one place for communications of our own. ValueError for a
     model without FSDP2, another device, or a module whose buffers somebody else allocates already

@@ -18,6 +18,7 @@ import math
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -132,7 +133,7 @@ class Pool:
     - dynamic: the smallest free range that fits.
     - traced (inside `trace`): the same, and what happens is recorded.
     - planned (after `adopt`): the place that the plan of the current `regime` has for the key. Without one, or while
-      another lease has its bytes: a free range of the side region, which is counted.
+      another lease has its bytes: a free range of the side region, which is counted. The first one since `adopt` warns.
     - strict (after ``adopt(strict=True)``): its place, or `UnknownKey`, `SizeExceedsPlan`, `PlanDiverged`.
 
     A key keeps its address within a regime. Two pools never share memory.
@@ -420,6 +421,15 @@ class Pool:
     def trim(self) -> int:
         """Gives slabs without leases back to the system, after their last use. Returns the number of bytes."""
         return self._native.trim()
+
+
+def _warn_of_divergence(first: str) -> None:
+    """The native pool calls it, from `Pool.acquire`."""
+    warnings.warn(
+        f"the pool has left its plan: {first}. Such leases take memory beside it: stats() counts them, explain() says what "
+        "the plan is made for. If steps have changed for good, trace one and adopt its plan",
+        stacklevel=3,
+    )
 
 
 def _caller() -> str:

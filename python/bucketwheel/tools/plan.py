@@ -99,6 +99,7 @@ def read(path: Path, device: int | None = None, slack: Mapping[str, int] | None 
     from bucketwheel.pool import foreign_traces
     from bucketwheel.pool.trace import Trace
 
+    foreign_traces.expect_known(path)
     with open(path, "rb") as file:
         first = file.read(1)
     if first not in (b"\x80", b"{"):  # of a pickle since protocol 2, and of JSON

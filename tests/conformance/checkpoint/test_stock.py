@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, _async_process_executor
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.nn import Parameter
 
-from bucketwheel.checkpoint import TensorShard
+import bucketwheel as bw
+from bucketwheel.checkpoint import TensorShard, tensor_shard
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support.checkpoint_routes import ROUTES, Training, both, set_both
+from tests.support.checkpoint_routes import AFTER, BEFORE, ROUTES, Training, both, set_both, uninterrupted
 
 
 def matrices() -> list[Parameter]:
@@ -38,6 +42,58 @@ def expect_refusal(call: Callable[[], Any], *words: str) -> None:
         call()
     for word in words:
         assert word in str(found.value), found.value
+
+
+# --- half checkpoints (issue 44) ------------------------------------------------------------------------------------------
+
+
+def pickling(rank: int, size: int, directory: str) -> None:
+    run = Training("fp32", group=dist.group.WORLD)
+    run.steps(0)
+    tensor_shard.warn_of_part.cache_clear()  # once in a process
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number, route in enumerate(ROUTES.values()):
+            waiting = route.save(run, Path(directory, str(number)))
+            run.steps(number)
+            waiting() if waiting else None
+        with bw.Snapshots(run.opt, every=1):
+            run.steps(1)
+        copy.deepcopy(run.opt.state_dict())
+        assert not [one for one in told if "pickled" in str(one.message)]
+        torch.save(run.opt.state_dict(), io.BytesIO())
+        pickle.dumps(run.opt.state_dict())
+        pickle.dumps(dict(run.opt.state))
+    text, shown = [str(one.message) for one in told if "pickled" in str(one.message)]
+    assert "is one rank's part, as optimizer.state shows it" in shown
+    assert (
+        f"rank {rank}'s part of 2" in text and "bw.checkpoint.save(folder, model" in text and "full_state_dict=" in text
+    )
+    _async_process_executor._CHECKPOINT_PROCESS = None
+
+
+def test_pickling_a_part_warns_once_and_saving_all_parts_does_not(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(pickling, str(tmp_path), timeout_s=120)
+
+
+def by_other_routes(rank: int, size: int, directory: str) -> None:
+    given: dict[str, Any] = {"group": dist.group.WORLD, "process_group": None, "full_state_dict": True}
+    run = Training("fp32", **given)
+    run.steps(*BEFORE)
+    for number, name in enumerate(("get_state_dict", "get_state_dict, whole", "bw.checkpoint.save")):
+        ROUTES[name].save(run, Path(directory, str(number)))
+        other = Training("fp32", **given, seed=5)
+        ROUTES[name].load(other, Path(directory, str(number)))
+        other.steps(*AFTER)
+        other.opt.param_sync()
+        assert_bitwise_equal([p.detach() for p in other.params], uninterrupted("fp32")[0], name)
+        other.opt.close()
+    expect_refusal(lambda: dcp.save(both(run), checkpoint_id=directory + "/mixed"), "validate")
+
+
+def test_full_state_dict_changes_no_other_route(rank_pool: Any, tmp_path: Path) -> None:
+    """Where torch saves from all ranks by ``optimizer.state_dict()``, it refuses one that has all, beside parts of it."""
+    rank_pool(2).run(by_other_routes, str(tmp_path), timeout_s=120)
 
 
 # --- writers and readers ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal, run_ranks
@@ -115,6 +116,37 @@ def test_every_rank_goes_on_from_it(world: int | None, precision: str, tmp_path:
             opt.close()
 
     on_ranks(world, body)
+
+
+@pytest.mark.parametrize("world, precision", FEW)
+def test_state_dict_is_whole_on_rank_0_where_that_is_asked_for(
+    world: int | None, precision: str, tmp_path: Path
+) -> None:
+    """Issue 44: frameworks save rank 0's, and load it on all ranks."""
+    saved, expected = alone(precision, 3)[0], alone(precision, 6)[0]
+
+    def body(comm: Communicator | None) -> None:
+        opt, params = made(precision, comm, full_state_dict=True)
+        first = opt.state_dict()
+        assert is_part(first) == ((world or 1) > 1), "before the first step there is nothing to gather"
+        opt.load_state_dict(first)  # as Accelerate does
+        steps(opt, params, range(3), comm)
+        found = opt.state_dict()
+        if rank_of(comm) == 0:
+            assert_bitwise_equal(found["state"], saved["state"])
+            torch.save(found, tmp_path / "full.pt")
+        assert is_part(found) == (rank_of(comm) > 0)
+        opt.load_state_dict(found)
+        opt.reset_state()
+        opt.load_state_dict(torch.load(tmp_path / "full.pt", weights_only=True))
+        steps(opt, params, range(3, 6), comm)
+        assert_bitwise_equal(opt.full_state_dict(None)["state"], expected["state"])
+
+    on_ranks(world, body)
+
+
+def is_part(saved: dict[str, Any]) -> bool:
+    return any(isinstance(value, TensorShard) for entry in saved["state"].values() for value in entry.values())
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
