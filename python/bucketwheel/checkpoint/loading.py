@@ -22,6 +22,7 @@ from torch.nn import Module
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.format import folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
+from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names
 from bucketwheel.checkpoint.reader import Reader
 from bucketwheel.checkpoint.saving import agree, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
@@ -33,7 +34,6 @@ from bucketwheel.layout.masters import load_master, moments_of, saved_names
 __all__ = ["load"]
 
 _NAMED = 5  # of missing names, in a message
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")  # which torch's get_state_dict leaves out of names
 
 
 def load(directory: str | os.PathLike[str], model: Module | None = None, optimizer: Any = None) -> Any:
@@ -256,7 +256,7 @@ class _Checkpoint:
                 entry[name] = StoredState(info.param.shape, partial(self._read, items))
         return entry
 
-    def _groups(self, ours: Sequence[Mapping[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
+    def _groups(self, ours: Sequence[dict[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
         """``param_groups``, of numbered groups, or of one for each parameter's name ("flattened" by torch)."""
         prefix = "optim.param_groups."
         keys = [key for key in self._entries if key.startswith(prefix)]
@@ -273,17 +273,13 @@ class _Checkpoint:
         groups, table = (found, {}) if isinstance(found, list) else ([], found)
         by_name = {name for group in groups for name in group["params"] if isinstance(name, str)} or set(table)
         if not by_name:
-            return groups
-        if not names:
+            return follow_names(groups, ours)
+        if not all(p in names for group in ours for p in group["params"]):
             raise ValueError(f"{self._folder} names the optimizer's parameters as the model does: load it with model=")
-        ordered = []
-        for number, group in enumerate(ours):
-            of_group = [_name_in(by_name, names.get(p, ())) for p in group["params"]]
-            theirs = groups[number] if number < len(groups) else table.get(of_group[0], {}) if of_group else {}
-            if groups and set(of_group) != set(theirs.get("params", ())):
-                raise ValueError(f"parameter group {number} has other parameters in {self._folder}, or is not there")
-            ordered.append({**theirs, "params": of_group})
-        return ordered if len(ordered) >= len(groups) else groups
+        named = [[_name_in(by_name, names[p]) for p in group["params"]] for group in ours]
+        if groups:
+            return follow_names(groups, [{"params": of_group} for of_group in named])
+        return [{**table.get(of_group[0] if of_group else "", {}), "params": of_group} for of_group in named]
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -357,13 +353,13 @@ def _cut(begin: list[int], sizes: list[int], most: int) -> Iterator[tuple[list[i
 
 
 def _name_in(there: Collection[str], names: Sequence[str]) -> str:
-    """A parameter's name as the checkpoint has it: as it is, or without the names of wrappers; empty if it has none."""
-    for count in range(len(_WRAPPERS) + 1):
+    """A parameter's name as the checkpoint has it: one of ``names``, or without the names of wrappers; else the first."""
+    for count in range(len(WRAPPERS) + 1):
         for name in names:
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS[:count])
+            plain = ".".join(part for part in name.split(".") if part not in WRAPPERS[:count])
             if plain in there:
                 return plain
-    return ""
+    return names[0]
 
 
 def _with_lists(found: Any) -> Any:
