@@ -24,6 +24,7 @@ __all__ = [
     "fsdp2_groups",
     "increment_version",
     "keep_out_of_graphs",
+    "loads_its_own_way",
     "module_behind",
     "override_stale_capture_stream",
     "set_default_timeout",
@@ -150,6 +151,22 @@ def call_of_torch(function: str) -> Any:
             return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+# Whose loading of a module copies tensors by their names, and does nothing else where names and shapes fit.
+_COPYING = {f"torch.nn.modules.{name}" for name in ("module", "batchnorm", "instancenorm")}
+_COPYING.add("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+
+
+def loads_its_own_way(model: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` of a model may do more than copy tensors by their names: it is the model's own, or a module
+    of it has a loading or hooks of its own. torch has no public names for these."""
+    calls: list[Any] = [model.load_state_dict]
+    for module in model.modules():
+        # Each hook has a number of its own.
+        hooks = {**module._load_state_dict_pre_hooks, **module._load_state_dict_post_hooks}
+        calls += [module._load_from_state_dict, *hooks.values()]
+    return not all(getattr(call, "__module__", None) in _COPYING for call in calls)
 
 
 def fsdp2_groups(module: Any) -> list[Any]:

@@ -102,6 +102,7 @@ class Description:
     items: dict[MetadataIndex, Stored]
     world: int
     chunk_bytes: int
+    crc: int  # of the content of ``.metadata``
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -122,7 +123,9 @@ def describe(folder: Path) -> Description:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder} is no checkpoint, or its save has not finished: {error}") from error
+        is_copy = any(folder.glob("data-*")) or any(folder.glob("*.distcp"))
+        hidden = f". There is data but no {METADATA}: a copy by `cp -r FOLDER/*` leaves it out" if is_copy else ""
+        raise CheckpointError(f"{folder} is no checkpoint, or its save has not finished: {error}{hidden}") from error
     body, is_ours = _body(content, path)
     try:
         pickled = _loaded(body, is_ours)
@@ -137,7 +140,7 @@ def describe(folder: Path) -> Description:
         _expect_files(folder, items, facts.files)
     except (CheckpointError, RecursionError) as error:  # a recursion: names in containers in containers
         raise CheckpointError(f"{path}: {error}") from error.__cause__
-    return Description(metadata, items, facts.world, facts.chunk_bytes)
+    return Description(metadata, items, facts.world, facts.chunk_bytes, core.crc32c(content))
 
 
 def packed(metadata: Metadata) -> bytes:

@@ -18,22 +18,29 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.format import folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
+from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
 from bucketwheel.checkpoint.reader import Reader
 from bucketwheel.checkpoint.saving import agree, everyone_of, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
-from bucketwheel.errors import failing_together
-from bucketwheel.layout.flat_params import ParamInfo, is_plain
+from bucketwheel.errors import CheckpointError, failing_together
+from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import load_master, moments_of, saved_names
+from bucketwheel.torch_internals import loads_its_own_way
 
 __all__ = ["load"]
 
 _NAMED = 5  # of missing names, in a message
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")  # which torch's get_state_dict leaves out of names
+_PART = (
+    "To load what fits: torch.distributed.checkpoint.load({'model': tensors}, checkpoint_id=..., planner=DefaultLoadPlanner("
+    "allow_partial_load=True)) with those tensors of model.state_dict() that fit, then model.load_state_dict(tensors, False)"
+)
+_TRIES = 5  # to read a checkpoint that newer saves replace meanwhile
 
 
 def load(directory: str | os.PathLike[str], model: Module | None = None, optimizer: Any = None) -> Any:
@@ -43,7 +50,9 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     "optim": ...}`` where ``"optim"`` is ``optimizer.state_dict()`` of a `ShardedAdamW` or of `torch.optim.AdamW`, or what
     `get_optimizer_state_dict` returns. States keep their dtype and the kind of their masters, as `load_state_dict` does; a
     model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
-    checkpoint of another writer three times its largest box.
+    checkpoint of another writer three times its largest box. A model with a ``load_state_dict``, ``_load_from_state_dict`` or
+    load hooks of its own, or whose ``state_dict`` returns other tensors than its own, is loaded by its ``load_state_dict``;
+    that takes its size twice, on the CPU of each rank.
 
     Raises, on all ranks, before anything is written anywhere (moments of an optimizer that has not stepped yet are zeros again):
         CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.
@@ -52,17 +61,25 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     engine = engine_of(optimizer)
     folder = folder_of(directory)
     finish_before(engine, everyone_of(engine), folder)
-    checkpoint = _Checkpoint(folder, engine)
-    try:
-        if engine is not None:
-            optimizer._load("bw.checkpoint.load", lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)
-        else:
-            with failing_together(partial(agree, None), "bw.checkpoint.load"):
-                checkpoint.plan(model, None)
-            checkpoint.load_model()
-        return checkpoint.extra
-    finally:
-        checkpoint.end()
+    for tries_left in reversed(range(_TRIES)):
+        checkpoint = _Checkpoint(folder, engine)
+        try:
+            if engine is not None:
+                optimizer._load("bw.checkpoint.load", partial(checkpoint.plan, model, optimizer), checkpoint.load_model)
+            else:
+                with failing_together(partial(agree, None), "bw.checkpoint.load"):
+                    checkpoint.plan(model, None)
+                checkpoint.load_model()
+            return checkpoint.extra
+        except _Overtaken:
+            if not tries_left:
+                raise
+        finally:
+            checkpoint.end()
+
+
+class _Overtaken(CheckpointError):
+    """Raised by all ranks: a save has replaced the checkpoint since one of them read what it is."""
 
 
 class _Planner:
@@ -92,17 +109,21 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, engine: Engine | None) -> None:
         self.reader = Reader(folder)
-        self.extra: Any = None
         self._folder = folder
         self._engine = engine
+        self.extra: Any = None
         self._planner = _Planner()
+        # A model, and what its own `load_state_dict` is to have:
+        self._own_loading: tuple[Module, dict[str, Any]] | None = None
         # What is read once all ranks have checked theirs:
         self._of_model: list[ReadItem] = []
         self._of_states: list[ReadItem] = []
         self._extra_states: list[tuple[Module, Any]] = []
-        # What is read while it is checked, into moments that were zeros; `_zeros` until all ranks have checked theirs.
+        # What is read while it is checked, into moments that were zeros.
         self._at_once: list[ReadItem] = []
+        # Until the model is loaded on all ranks: moments that were zeros, and tensors of a model that loads itself, as they were.
         self._zeros: list[Tensor] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     @property
     def _entries(self) -> Mapping[str, Any]:
@@ -110,6 +131,15 @@ class _Checkpoint:
 
     def plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
         """Checks everything, and returns what the optimizer is to load. Writes nothing but moments that were zeros."""
+        try:
+            return self._plan(model, optimizer)
+        except CheckpointError:
+            if not self.reader.is_replaced():
+                raise
+        # Nothing is loaded: `load_model` finds the same, and all ranks try again.
+        return {"state": {}, "param_groups": [] if optimizer is None else numbered_groups(optimizer.param_groups)}
+
+    def _plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
         if self._engine is not None:
             self._engine.bind_moved()
         if model is not None:
@@ -128,22 +158,44 @@ class _Checkpoint:
         return found
 
     def end(self) -> None:
-        """The load is over. If it has failed before `load_model`, moments become zeros again."""
+        """The load is over. If the model was not loaded on all ranks, all is as it was before."""
         for moment in self._zeros:
             moment.zero_()
+        for tensor, before in self._before:
+            (tensor.detach() if tensor.shape == before.shape else tensor.resize_(before.shape)).copy_(before)
+        if self._before and self._engine is not None:
+            self._engine.expect_loaded_model()
         self.reader.close()
 
     def load_model(self) -> None:
-        """All ranks have checked what they load."""
-        self._zeros = []
-        self._read(self._of_model)
-        for module, value in self._extra_states:
-            module.set_extra_state(value)
+        """All ranks have checked what they load. Collective."""
+        # All have read what the checkpoint is by now. If it still is that, they have read the same.
+        newer = CheckpointError(f"{self._folder} has a newer checkpoint now") if self.reader.is_replaced() else None
+        try:
+            agree(self._engine, "bw.checkpoint.load", newer)
+        except (CheckpointError, ValueError) as error:
+            raise _Overtaken(str(error)) from error
+        with failing_together(partial(agree, self._engine), "bw.checkpoint.load"):
+            if self._own_loading is not None:
+                model, tensors = self._own_loading
+                own = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+                self._before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own]
+                model.load_state_dict(tensors)
+            self._read(self._of_model)
+            for module, value in self._extra_states:
+                module.set_extra_state(value)
+        self._zeros, self._before = [], []
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
     def _plan_model(self, model: Module) -> None:
         wanted = {f"model.{key}": value for key, value in model_tensors(model).items()}
+        if not any(key.startswith("model.") for key in self._entries):
+            raise ValueError(f"{self._folder} holds no model: {self._expected_form()}")
+        own = {*model.parameters(), *model.buffers()}
+        if loads_its_own_way(model) or any(isinstance(value, Tensor) and value not in own for value in wanted.values()):
+            self._plan_own_loading(model, wanted)
+            return
         self._expect_names(wanted)
         known: dict[Tensor, ParamInfo] = {info.param: info for info in self._engine.infos} if self._engine else {}
         last = {id(value): key for key, value in wanted.items()}  # of tied weights, as load_state_dict does
@@ -158,12 +210,25 @@ class _Checkpoint:
             if self._engine is not None and value in known:
                 boxes = live_boxes(self._engine, known[value])
                 self._of_model += self._items_of(key, ((live.box, live.of(PARAM)) for live in boxes))
-            elif not is_plain(value):
-                raise TypeError(
-                    f"{key!r} is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint loads"
-                )
             else:
                 self._of_model += self._items_of(key, [_whole(value.detach())])
+
+    def _plan_own_loading(self, model: Module, wanted: Mapping[str, Any]) -> None:
+        extra = [key for key, value in wanted.items() if is_extra_state(key) and self._has(key, value)]
+        inside = tuple(f"{key}." for key in extra)
+        others = (key for key in self._entries if key.startswith("model.") and not key.startswith(inside))
+        tensors = model.state_dict()  # it has the versions of modules beside
+        tensors.clear()
+        for key in dict.fromkeys([*extra, *others]):
+            tensors[key.removeprefix("model.")] = self._extra_state(key) if key in extra else self._value(key)
+        self._own_loading = model, tensors
+
+    def _expected_form(self) -> str:
+        tops = _some(sorted({key.partition(".")[0] for key in self._entries}))
+        return (
+            f"expected {{'model': model.state_dict(), 'optim': optimizer.state_dict()}}, found {tops} at the top. "
+            "torch.distributed.checkpoint.load(state, checkpoint_id=...) loads any dict into one like it"
+        )
 
     def _expect_names(self, wanted: Mapping[str, Any]) -> None:
         inside = tuple(f"{key}." for key in wanted if is_extra_state(key))
@@ -171,9 +236,10 @@ class _Checkpoint:
         missing = [key for key, value in wanted.items() if not self._has(key, value)]
         unexpected = [key for key in there if key not in wanted and not key.startswith(inside)]
         if missing or unexpected:
+            here, there = ([key.removeprefix("model.") for key in keys] for keys in (wanted, there))
             raise ValueError(
                 f"{self._folder} does not fit the model: {_some(missing)} missing in the checkpoint, {_some(unexpected)} not "
-                "in the model"
+                f"in the model. {_remedy(here, there)}"
             )
 
     def _has(self, key: str, value: Any) -> bool:
@@ -212,7 +278,7 @@ class _Checkpoint:
         entry = self._entries[key]
         found = None if isinstance(entry, BytesStorageMetadata) else tuple(entry.size)
         if found != tuple(shape):
-            raise ValueError(f"{key!r} has shape {found} in {self._folder} and {tuple(shape)} here")
+            raise ValueError(f"{key!r} has shape {found} in {self._folder} and {tuple(shape)} here. {_PART}")
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -256,12 +322,12 @@ class _Checkpoint:
                 entry[name] = StoredState(info.param.shape, partial(self._read, items))
         return entry
 
-    def _groups(self, ours: Sequence[Mapping[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
+    def _groups(self, ours: Sequence[dict[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
         """``param_groups``, of numbered groups, or of one for each parameter's name ("flattened" by torch)."""
         prefix = "optim.param_groups."
         keys = [key for key in self._entries if key.startswith(prefix)]
         if not keys:
-            raise ValueError(f"{self._folder} holds no optimizer: it has no 'optim.param_groups'")
+            raise ValueError(f"{self._folder} holds no optimizer: {self._expected_form()}")
         found: Any = self._nested(prefix) if f"{prefix}0.params" in keys else None
         if found is None:
             found = {}
@@ -273,17 +339,13 @@ class _Checkpoint:
         groups, table = (found, {}) if isinstance(found, list) else ([], found)
         by_name = {name for group in groups for name in group["params"] if isinstance(name, str)} or set(table)
         if not by_name:
-            return groups
-        if not names:
+            return follow_names(groups, ours)
+        if not all(p in names for group in ours for p in group["params"]):
             raise ValueError(f"{self._folder} names the optimizer's parameters as the model does: load it with model=")
-        ordered = []
-        for number, group in enumerate(ours):
-            of_group = [_name_in(by_name, names.get(p, ())) for p in group["params"]]
-            theirs = groups[number] if number < len(groups) else table.get(of_group[0], {}) if of_group else {}
-            if groups and set(of_group) != set(theirs.get("params", ())):
-                raise ValueError(f"parameter group {number} has other parameters in {self._folder}, or is not there")
-            ordered.append({**theirs, "params": of_group})
-        return ordered if len(ordered) >= len(groups) else groups
+        named = [[_name_in(by_name, names[p]) for p in group["params"]] for group in ours]
+        if groups:
+            return follow_names(groups, [{"params": of_group} for of_group in named])
+        return [{**table.get(of_group[0] if of_group else "", {}), "params": of_group} for of_group in named]
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -357,13 +419,13 @@ def _cut(begin: list[int], sizes: list[int], most: int) -> Iterator[tuple[list[i
 
 
 def _name_in(there: Collection[str], names: Sequence[str]) -> str:
-    """A parameter's name as the checkpoint has it: as it is, or without the names of wrappers; empty if it has none."""
-    for count in range(len(_WRAPPERS) + 1):
+    """A parameter's name as the checkpoint has it: one of ``names``, or without the names of wrappers; else the first."""
+    for count in range(len(WRAPPERS) + 1):
         for name in names:
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS[:count])
+            plain = ".".join(part for part in name.split(".") if part not in WRAPPERS[:count])
             if plain in there:
                 return plain
-    return ""
+    return names[0]
 
 
 def _with_lists(found: Any) -> Any:
@@ -377,3 +439,14 @@ def _with_lists(found: Any) -> Any:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(map(repr, names[:_NAMED]))}{more}" if names else "nothing"
+
+
+def _remedy(here: Sequence[str], there: Sequence[str]) -> str:
+    """For names of a model that does not fit."""
+    if prefix := prefix_of(there, here):
+        inside = "model"
+        for name in reversed(prefix[:-1].split(".")):
+            inside = f"torch.nn.ModuleDict({{{name!r}: {inside}}})"
+        return f"All names in the checkpoint begin with {prefix!r}: load it into {inside}"
+    prefix = prefix_of(here, there)
+    return f"All names in the model begin with {prefix!r}: load it into model.{prefix[:-1]}" if prefix else _PART

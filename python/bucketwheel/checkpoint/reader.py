@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bucketwheel.checkpoint.format import Description, Stored, describe, folder_of
+from bucketwheel.checkpoint.format import METADATA, Description, Stored, describe, folder_of
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError
@@ -61,8 +61,16 @@ class Reader(StorageReader):
     def description(self) -> Description:
         """What the checkpoint says of itself, read at the first use. Raises `CheckpointError`."""
         if self._description is None:
-            self._description = describe(self.path)
+            try:
+                self._description = describe(self.path)
+            except CheckpointError:  # a save may have ended between the metadata and a look at its files
+                self._description = describe(self.path)
         return self._description
+
+    def is_replaced(self) -> bool:
+        """Whether a save into the folder has ended since `description` was read."""
+        read, path = self._description, self.path / METADATA
+        return read is not None and not (path.exists() and core.crc32c(path.read_bytes()) == read.crc)
 
     def close(self) -> None:
         """Close its files; a later read opens them again."""

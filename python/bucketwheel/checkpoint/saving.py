@@ -325,12 +325,16 @@ class _Turns:
 
 
 def model_tensors(model: Module) -> dict[str, Any]:
-    """``model.state_dict()``, with the parameters themselves. TypeError for what is neither a tensor nor a module's extra state:
-    nothing could load it."""
+    """``model.state_dict()``, with the parameters themselves. TypeError for what is neither a tensor with memory of
+    its own nor a module's extra state: nothing could load it."""
     found = dict(model.state_dict(keep_vars=True))
     for key, value in found.items():
         if not isinstance(value, Tensor) and not is_extra_state(key):
             raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
+        if isinstance(value, Tensor) and not is_plain(value):
+            what = f"is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint saves and loads"
+            meta = "has no values, on the meta device: call model.to_empty(device=...) before the optimizer is made"
+            raise TypeError(f"'model.{key}' {meta if value.is_meta else what}")
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import boxes_of
 from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
-from bucketwheel.checkpoint.param_numbers import numbers_of
+from bucketwheel.checkpoint.param_numbers import follow_names, numbers_of
 from bucketwheel.errors import failing_together
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, join_master, load_master, saved_names
@@ -369,19 +369,17 @@ def _opened(given: Any) -> Mapping[str, Any]:
 
 
 def _as_ours(optimizer: ShardedAdamW, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The dict with ``state`` and ``param_groups``, and the parameters of a group in our order where they have our names."""
+    """The dict with ``state`` and ``param_groups``, which are in our order where both have names."""
     name_of: dict[Tensor, str] = {info.param: info.name for info in optimizer._engine.infos if info.is_named}
     if "param_groups" not in given and any(str(key).startswith("param_groups.") for key in given):
         given = _unflattened(optimizer, given, name_of)
     for key in ("state", "param_groups"):
         if key not in given:
             raise KeyError(f"the loaded state dict has no {key!r}; it has {sorted(map(str, given))[:8]}")
-    groups = list(given["param_groups"])
-    for i, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        names = [name_of.get(p) for p in ours["params"]]
-        if set(names) == set(theirs["params"]):
-            groups[i] = {**theirs, "params": names}
-    return {**given, "param_groups": groups}
+    groups, ours = list(given["param_groups"]), list(optimizer.param_groups)
+    if any(isinstance(p, str) for group in groups for p in group["params"]):
+        ours = [{"param_names": [name_of.get(p, "") for p in group["params"]], **group} for group in ours]
+    return {**given, "param_groups": follow_names(groups, ours)}
 
 
 def _unflattened(optimizer: ShardedAdamW, given: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> dict[str, Any]:

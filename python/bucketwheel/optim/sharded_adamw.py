@@ -465,7 +465,8 @@ class ShardedAdamW(Optimizer):
         one: `torch.optim.AdamW`'s, or one of world size 1.
 
         The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
-        ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first.
+        ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first. States and
+        settings follow ``param_names`` where both sides have them, else the order in ``param_groups``, as with torch.
         Collective: if it fails on one rank it fails on all, and nothing has been loaded anywhere. ValueError if groups,
         parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
         RuntimeError while gradients are pending (call `step` or `zero_grad` first).
@@ -531,7 +532,7 @@ class ShardedAdamW(Optimizer):
 
         ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
         ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (flattened too), or the path of a torch.save file
-        of one. Parameters go by their order in ``param_groups``, or by their names where these are ours.
+        of one. Where both sides have names, states and settings follow these; else the order in ``param_groups`` counts.
         """
         self._follow_groups()
         with failing_together(self._engine.expect_done_by_all, f"load_full_state_dict({src=}, {chunk_bytes=})"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
+from bucketwheel.checkpoint.param_numbers import follow_names, numbered_groups, numbers_of
 from bucketwheel.checkpoint.piece import copy_unseen
 from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.errors import failing_together
@@ -144,6 +144,9 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     engine = optimizer._engine
     expect_no_gradients(optimizer)
     groups, state = state_dict["param_groups"], _as_given_to_torch(state_dict["state"])
+    # torch's set_optimizer_state_dict gives names of its own as parameters, and has ordered them.
+    is_strict = not any(isinstance(p, str) for group in groups for p in group["params"])
+    groups = follow_names(groups, optimizer.param_groups, strict=is_strict)
     saved_as = expect_groups(optimizer, groups)
     plans = [_plan(engine, info, state.get(saved_as[info.param])) for info in engine.infos]
     of_frozen = _states_of_frozen(optimizer, state, saved_as)
@@ -333,8 +336,9 @@ def _own_part(
     engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard, ranges: Sequence[tuple[int, int]]
 ) -> Tensor:
     if list(shard.ranges) != list(ranges) or shard.stride() != info.stride:
+        placed = "" if shard.param_name in ("", info.name) else f", cut as {shard.param_name!r}, whose place it had"
         raise ValueError(
-            f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}, for the elements "
+            f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}{placed}, for the elements "
             f"{list(shard.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part loads on "
             "the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, or a framework's "
             "own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"

@@ -509,6 +509,7 @@ def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job.model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     with pytest.raises(TypeError, match=r"'model\.sparse'"):
         checkpoint.save(tmp_path, job.model, job.opt)
+    del job.model.sparse
     job.model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}version": 3}))
     with pytest.raises(TypeError, match="'version' of the model is a int, neither"):
         checkpoint.save(tmp_path, job.model)
