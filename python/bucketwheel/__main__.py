@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from bucketwheel.tools import checkpoint, doctor, flight, plan
+
+_BROKEN_PIPE = 141  # what shells say of a program that a signal SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_arguments(commands.add_parser("plan", help="how much memory a recorded step needs, by policy"))
     options = parser.parse_args(arguments)
     tools = {"checkpoint": checkpoint, "doctor": doctor, "flight": flight, "plan": plan}
-    return tools[options.command].main(options)
+    try:
+        status = tools[options.command].main(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return _BROKEN_PIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from bucketwheel import checkpoint
 from bucketwheel.__main__ import main
 from tests.unit.test_format import OF_TORCH_2_15
 from tests.unit.test_reader import damage
@@ -56,3 +61,30 @@ def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("bucketwheel", run_name="__main__")
     assert "1 tensors in 1 boxes" in capsys.readouterr().out
+
+
+def test_what_is_imported_later_has_types_and_is_listed() -> None:
+    """mypy takes the types of what is imported for it alone (issue 44)."""
+    (block,) = (node for node in ast.parse(Path(checkpoint.__file__).read_text()).body if isinstance(node, ast.If))
+    imported = {name.name: str(node.module) for node in block.body for name in node.names}
+    assert imported == {name: f"bucketwheel.checkpoint.{module}" for name, module in checkpoint._LATER.items()}
+    assert dir(checkpoint) == sorted(checkpoint.__all__) and imported.keys() < set(checkpoint.__all__)
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "doctor", "flight", "plan"])
+def test_who_reads_may_stop(command: str, tmp_path: Path) -> None:
+    """As in ``| head``, of any command (issue 44)."""
+    folder, trace = tmp_path / "checkpoint", tmp_path / "trace.csv"
+    save(folder, {"x": torch.zeros(3)})
+    trace.write_text("key,nbytes,start,stop\na,512,0,2\n")
+    names = {"comm": "a", "id": "b", "backend": "shm", "host": "h", "reason": ""}
+    ring = {**names, "rank": 0, "world": 1, "pid": 1, "now_s": 0.0, "written_at": 0, "operations": []}
+    (tmp_path / "a-b-rank0.json").write_text(json.dumps(ring))
+    given = {"checkpoint": [folder], "doctor": [], "flight": [tmp_path], "plan": [trace]}[command]
+    reads, writes = os.pipe()
+    os.close(reads)
+    argv = [sys.executable, "-m", "bucketwheel", command, *map(str, given)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(argv, check=False, stdout=writes, stderr=subprocess.PIPE, text=True, env=env, timeout=120)
+    os.close(writes)
+    assert (found.returncode, found.stderr) == (141, "")

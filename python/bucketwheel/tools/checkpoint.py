@@ -49,8 +49,8 @@ def report(folder: Path, *, verify: bool) -> Iterator[str]:
             nbytes = entry.size.numel() * dtype.itemsize
             rows.append((name, str(dtype)[6:], str(list(entry.size)), str(len(entry.chunks)), str(nbytes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, dtype, shape, count, size in rows:
-        left = f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"
+    for name, kind, shape, count, size in rows:
+        left = f"{name:{widths[0]}}  {kind:{widths[1]}}  {shape:{widths[2]}}"
         yield f"{left}  {count:>{widths[3]}}  {size:>{widths[4]}}".rstrip()
     objects = sum(row[1] == "object" for row in rows)
     stored = found.items.values()
