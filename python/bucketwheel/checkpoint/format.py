@@ -105,10 +105,10 @@ class Description:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """ValueError for a URL, which `Path` would make a folder of."""
+    """Absolute, as of now. ValueError for a URL, which `Path` would make a folder of."""
     if "://" in str(path):
         raise ValueError(f"{path} is a URL, expected the path of a folder")
-    return Path(path)
+    return Path(path).absolute()
 
 
 def describe(folder: Path) -> Description:

@@ -23,7 +23,7 @@ class MappedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], skeleton: Any) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._temporary = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}.tmp")
         for left in self._path.parent.glob(f".{glob.escape(self._path.name)}.*.tmp"):  # by a process that was killed
             left.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ _PREFIX, _SUFFIX = "bucketwheel-1-", ".snapshot"  # 1: the version of what is in
 
 def private_folder(directory: str | os.PathLike[str]) -> Path:
     """Makes the folder with mode 0700. PermissionError if it is another user's, or others have access to it."""
-    folder = Path(directory)
+    folder = Path(directory).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = os.stat(folder, follow_symlinks=False)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
