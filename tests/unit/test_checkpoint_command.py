@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
 import subprocess
@@ -59,11 +61,20 @@ def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "1 tensors in 1 boxes" in capsys.readouterr().out
 
 
-def test_a_reader_that_ends_early_leaves_no_traceback(tmp_path: Path) -> None:
-    save(tmp_path, {f"a tensor with a long name, {number}": torch.zeros(1) for number in range(2_000)})
-    command = [sys.executable, "-m", "bucketwheel", "checkpoint", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline().startswith("name")
-    process.stdout.close()  # as `head -1` does
-    assert process.stderr is not None and process.stderr.read() == ""
-    assert process.wait(60) == 141
+@pytest.mark.parametrize("command", ["checkpoint", "doctor", "flight", "plan"])
+def test_who_reads_may_stop(command: str, tmp_path: Path) -> None:
+    """As in ``| head``, of any command (issue 44)."""
+    folder, trace = tmp_path / "checkpoint", tmp_path / "trace.csv"
+    save(folder, {"x": torch.zeros(3)})
+    trace.write_text("key,nbytes,start,stop\na,512,0,2\n")
+    names = {"comm": "a", "id": "b", "backend": "shm", "host": "h", "reason": ""}
+    ring = {**names, "rank": 0, "world": 1, "pid": 1, "now_s": 0.0, "written_at": 0, "operations": []}
+    (tmp_path / "a-b-rank0.json").write_text(json.dumps(ring))
+    given = {"checkpoint": [folder], "doctor": [], "flight": [tmp_path], "plan": [trace]}[command]
+    reads, writes = os.pipe()
+    os.close(reads)
+    argv = [sys.executable, "-m", "bucketwheel", command, *map(str, given)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(argv, check=False, stdout=writes, stderr=subprocess.PIPE, text=True, env=env, timeout=120)
+    os.close(writes)
+    assert (found.returncode, found.stderr) == (141, "")

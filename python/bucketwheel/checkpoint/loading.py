@@ -8,6 +8,7 @@ has not stepped yet: they are zeros, so they are read once, into place, while th
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,15 @@ from bucketwheel.checkpoint.format import folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
 from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
 from bucketwheel.checkpoint.reader import Reader
-from bucketwheel.checkpoint.saving import agree, everyone_of, finish_before, is_extra_state, model_tensors
+from bucketwheel.checkpoint.saving import (
+    EXTRA_OF,
+    WHOLE,
+    agree,
+    everyone_of,
+    finish_before,
+    is_extra_state,
+    model_tensors,
+)
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.errors import CheckpointError, failing_together
@@ -145,8 +154,7 @@ class _Checkpoint:
         if model is not None:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
-        if "extra" in self._entries:
-            self.extra = self.reader.read_object("extra")
+        self.extra = self._extra()
         if self._engine is not None and self._at_once:
             self._engine.announce_write()
         at_once = set(map(id, self._at_once))
@@ -185,6 +193,19 @@ class _Checkpoint:
             for module, value in self._extra_states:
                 module.set_extra_state(value)
         self._zeros, self._before = [], []
+
+    def _extra(self) -> Any:
+        """This rank's, where ranks have given different ones and are as many as then; else rank 0's."""
+        ours = everyone_of(self._engine)
+        is_alike = ours.size == self.reader.description.world
+        if not is_alike and ours.rank == 0 and any(key.startswith(EXTRA_OF) for key in self._entries):
+            warnings.warn(
+                f"{self._folder} has different extra of its {self.reader.description.world} ranks: {ours.size} ranks load that "
+                "of rank 0",
+                stacklevel=2,
+            )
+        keys = [f"{EXTRA_OF}{ours.rank}"] * is_alike + ["extra"]
+        return next((self.reader.read_object(key) for key in keys if key in self._entries), None)
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -243,15 +264,16 @@ class _Checkpoint:
             )
 
     def _has(self, key: str, value: Any) -> bool:
-        if key in self._entries:
+        if key in self._entries or f"{WHOLE}{key}" in self._entries:
             return True
         is_empty = isinstance(value, (dict, list)) and not value  # of which nothing is saved
         return is_extra_state(key) and (is_empty or any(name.startswith(f"{key}.") for name in self._entries))
 
     def _extra_state(self, key: str) -> Any:
         """Of a module: an object, or a dict or a list."""
-        if key in self._entries:
-            return self._value(key)
+        for name in (f"{WHOLE}{key}", key):
+            if name in self._entries:
+                return self._value(name)
         found = self._nested(f"{key}.")
         if found is None:
             raise ValueError(f"{self._folder} has entries of {key!r}, and does not say how they belong together")
@@ -329,6 +351,8 @@ class _Checkpoint:
         if not keys:
             raise ValueError(f"{self._folder} holds no optimizer: {self._expected_form()}")
         found: Any = self._nested(prefix) if f"{prefix}0.params" in keys else None
+        if (whole := f"{WHOLE}optim.param_groups") in self._entries:
+            found = self._value(whole)
         if found is None:
             found = {}
             for key in keys:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bucketwheel.checkpoint.plain_values import as_plain
+
 __all__ = ["WRAPPERS", "follow_names", "numbered_groups", "numbers_of", "prefix_of"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")  # which torch's get_state_dict leaves out of names
@@ -25,9 +27,10 @@ def numbers_of(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
 
 
 def numbered_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``param_groups`` with numbers in the place of parameters."""
+    """``param_groups`` with numbers in the place of parameters, and Python's numbers in that of numpy's."""
     number = numbers_of(param_groups)
-    return [{**group, "params": [number[p] for p in group["params"]]} for group in param_groups]
+    own = [{key: as_plain(value) for key, value in group.items() if key != "params"} for group in param_groups]
+    return [{**of, "params": [number[p] for p in group["params"]]} for of, group in zip(own, param_groups, strict=True)]
 
 
 def _names_of(group: dict[str, Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
@@ -96,10 +97,11 @@ class Reader(StorageReader):
         also if its pickle names what ``weights_only`` refuses."""
         content = self._object_bytes(MetadataIndex(fqn))
         try:
-            return torch.load(BytesIO(content), map_location="cpu", weights_only=self.weights_only)
+            return torch.load(content, map_location="cpu", weights_only=self.weights_only)
         except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{fqn!r} in {self.path} is more than tensors and plain values: {str(error).splitlines()[0]}. Reader(..., "
+                f"{fqn!r} in {self.path} is more than tensors and plain values{f': {named[1]}' if named else ''}. Reader(..., "
                 "weights_only=False) loads it, and executes what it says"
             ) from error
         except Exception as error:  # a damaged one may raise anything
@@ -178,7 +180,7 @@ class Reader(StorageReader):
         try:
             for item in self.in_order(items):
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, BytesIO(self._object_bytes(item.storage_index)))
+                    planner.load_bytes(item, self._object_bytes(item.storage_index))
                     continue
                 target = planner.resolve_tensor(item).detach()
                 self._load(item, target)
@@ -325,13 +327,18 @@ class Reader(StorageReader):
         except OSError as error:
             raise CheckpointError(f"{self.path / path} cannot be read: {error}") from error
 
-    def _object_bytes(self, index: MetadataIndex) -> bytearray:
+    def _object_bytes(self, index: MetadataIndex) -> BytesIO:
         stored = self._stored(index)
-        content = bytearray(stored.length)
-        if stored.sums is not None and self.verify_when != "never":
-            self._check_data(index, stored, 0, stored.length, memoryview(content))
-        else:
-            self._read(stored, 0, memoryview(content))
+        content = BytesIO()
+        if stored.length:  # made of its length in place: it may be large
+            content.seek(stored.length - 1)
+            content.write(b"\0")
+            content.seek(0)
+        with content.getbuffer() as memory:
+            if stored.sums is not None and self.verify_when != "never":
+                self._check_data(index, stored, 0, stored.length, memory)
+            else:
+                self._read(stored, 0, memory)
         return content
 
     def _foreign_box(self, index: MetadataIndex) -> torch.Tensor:
@@ -340,7 +347,7 @@ class Reader(StorageReader):
             at = f"{index.fqn!r} at {index.offset} in {self.path}"
             content = self._object_bytes(index)
             try:
-                tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+                tensor = torch.load(content, map_location="cpu", weights_only=True)
             except Exception as error:  # a damaged one may raise anything
                 raise CheckpointError(f"{at} cannot be loaded: {error}") from error
             dtype, sizes = self._box(index)

@@ -6,6 +6,7 @@ the folder, since training uses the communicators:
 
 | file in ``.saving`` | says |
 |---|---|
+| ``__0.extra`` | the digest of rank 0's ``extra``: other ranks write theirs where it differs |
 | ``__<rank>_0.distcp`` | the rank is at work; gone without the next: it has failed |
 | ``__<rank>.done`` | what it has written, as JSON |
 | ``__<rank>.failed`` | why it has failed |
@@ -25,7 +26,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
-from bucketwheel.checkpoint.format import METADATA, Stored, Sums, folder_of
+from bucketwheel.checkpoint.format import METADATA, Stored, Sums, describe, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, engine_of, live_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
+from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start, stat_of
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
@@ -55,7 +56,9 @@ from bucketwheel.layout.masters import saved_names
 from bucketwheel.torch_internals import all_gather_text, timeout_of
 
 __all__ = [
+    "EXTRA_OF",
     "STAGING_BYTES",
+    "WHOLE",
     "Everyone",
     "PendingSave",
     "agree",
@@ -68,6 +71,9 @@ __all__ = [
 ]
 
 STAGING_BYTES = 256 << 20
+EXTRA_OF = "extra_of_rank_"  # and its number: the ``extra`` of a rank whose is not that of rank 0
+WHOLE = "whole."  # before the name of what `_odd_containers` finds
+_EXTRA_DIGEST = "__0.extra"
 _LEAST_STAGING = 16 << 10
 _POLL_S = (0.002, 0.5)  # the shortest pause between two looks at the folder, and the longest
 _POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far
@@ -94,13 +100,14 @@ def save(
             optimizer shards, frozen parameters are spread over the ranks, and buffers are those of rank 0.
         optimizer: a `ShardedAdamW`.
         extra: what else a resume needs: tensors, numbers, strings, in lists, tuples and dicts (a scheduler's state, the
-            position in the data, the state of a random generator). Rank 0's counts; what differs between ranks gather first.
+            position in the data, the state of a random generator). Where ranks give different ones, each rank's is kept. That
+            of a rank takes its size in memory until it is written, and nothing where it is the same as rank 0's.
         staging_bytes: memory that this takes beside the job's own, at least 16 KiB.
 
     Raises:
         CheckpointError: it could not be saved; on all ranks, with the reason of the first that has failed.
-        TypeError: an ``extra``, or a module's extra state, that ``torch.load(weights_only=True)`` would refuse; a tensor
-            without plain memory.
+        TypeError: an ``extra``, or a module's extra state, that ``torch.load(weights_only=True)`` would refuse, by the name of
+            the first value; a tensor without plain memory.
         OSError: rank 0 cannot make the folder, or a rank its file; ValueError with its text on the others.
     """
     async_save(directory, model, optimizer, extra, staging_bytes=staging_bytes).wait()
@@ -141,8 +148,12 @@ def async_save(
             engine.bind_moved()  # who asks a parameter where it lies waits for its gather
         plan = _Plan(model, optimizer, engine, extra, everyone, limit)
         if everyone.rank == 0:
+            _warn_of_others(folder, plan)
             start(folder)
+            (folder / SAVING / _EXTRA_DIGEST).write_text(plan.digest)
     with failing_together(partial(agree, engine), "bw.checkpoint.save"):
+        if everyone.rank != 0 and extra is not None and _read(folder / SAVING / _EXTRA_DIGEST) != plan.digest:
+            plan.add_object(f"{EXTRA_OF}{everyone.rank}", extra)
         pending = PendingSave(folder, plan)
     pending._start()
     if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
@@ -202,6 +213,13 @@ class _Sharded:
 
 
 @dataclass(frozen=True)
+class _Whole:
+    """What is saved as one object, whatever it is made of."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class _Item:
     """One box, or the bytes of another object (``shape`` is None)."""
 
@@ -230,16 +248,26 @@ class _Plan:
             tree["model"] = self._of_model(model)
         if engine is not None:
             tree["optim"] = _of_optimizer(optimizer, engine)
+        self.digest = ""
         if extra is not None:
-            tree["extra"] = _saved("extra", extra)  # one object, whatever it is made of
+            expect_loadable("extra", extra)
+            self.digest = digest_of(extra) if everyone.size > 1 else ""
+            tree["extra"] = _Whole(extra)
         if not tree:
             raise ValueError("nothing to save: give a model, an optimizer or extra")
+        odd = _odd_containers(tree)
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(tree, is_coordinator=True)
-        self.paths = dict(planner.mappings)
+        self.paths = {**planner.mappings, **{f"{WHOLE}{key}": (WHOLE[:-1], key) for key in odd}}
+        # Of parameters, or of their states.
+        self.shapes = {
+            key: tuple(leaf.info.param.shape if isinstance(leaf, _Sharded) else leaf.shape)
+            for key, leaf in planner.state_dict.items()
+            if isinstance(leaf, (_Sharded, Parameter))
+        }
         self._add_sharded({key: leaf for key, leaf in planner.state_dict.items() if isinstance(leaf, _Sharded)})
         self._add_others({key: leaf for key, leaf in planner.state_dict.items() if not isinstance(leaf, _Sharded)})
-        self.nbytes = sum(item.nbytes for item in self.items)
+        self._add_others({f"{WHOLE}{key}": value for key, value in odd.items()})
 
     def _of_model(self, model: Module) -> dict[str, Any]:
         known: dict[Tensor, ParamInfo] = {info.param: info for info in self.engine.infos} if self.engine else {}
@@ -300,8 +328,7 @@ class _Plan:
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
                 continue
             if not isinstance(leaf, Tensor):
-                content = leaf if key == "extra" else _saved(key, leaf)
-                self.items.append(_Item(MetadataIndex(key), None, BytesIO(content), len(content)))
+                self.add_object(key, leaf.value if isinstance(leaf, _Whole) else leaf)
                 continue
             value = leaf.detach().resolve_conj().resolve_neg()
             if not isinstance(leaf, Parameter) and self.staging.reserve(leaf.nbytes):
@@ -309,6 +336,11 @@ class _Plan:
             data = LiveTensor(self.staging, None, [value], value.dtype, Watched(repr(key), leaf))
             index = MetadataIndex(key, torch.Size([0] * value.dim()))
             self.items.append(_Item(index, tuple(value.shape), data, value.nbytes))
+
+    def add_object(self, key: str, value: Any) -> None:
+        expect_loadable(key, value)
+        content = pickled(value)
+        self.items.append(_Item(MetadataIndex(key), None, content, content.getbuffer().nbytes))
 
 
 class _Turns:
@@ -355,23 +387,41 @@ def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
-def _saved(key: str, value: Any) -> bytes:
-    """As torch.save writes it. TypeError for what would not be loaded again."""
-    content = BytesIO()
+def _odd_containers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra states of modules, and the groups, of which the entries for their leaves do not say what they were. They are saved
+    as one object each, too: stock reads the entries, and a load the object."""
+    found = {f"model.{key}": value for key, value in tree.get("model", {}).items() if is_extra_state(key)}
+    if "optim" in tree:
+        found["optim.param_groups"] = tree["optim"]["param_groups"]
+    return {key: value for key, value in found.items() if not is_kept_by_entries(value)}
+
+
+def _warn_of_others(folder: Path, plan: _Plan) -> None:
+    """Warns where the folder holds a checkpoint of other parameters. Looks once, as large metadata take seconds to read."""
+    if folder in _looked_at:
+        return
     try:
-        torch.save(value, content)
-        torch.load(BytesIO(content.getvalue()), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{key!r} holds more than tensors, numbers and strings in lists, tuples and dicts, which a load would refuse: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    return content.getvalue()
+        entries = describe(folder).metadata.state_dict_metadata
+    except CheckpointError:
+        return
+    _looked_at.add(folder)
+    there = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    has_both = all(any(key.startswith("model.") for key in keys) for keys in (there, plan.shapes))
+    for key, shape in plan.shapes.items():
+        if there.get(key) != shape and (key.startswith("model.") if has_both else key.endswith(".exp_avg")):
+            of = f"has shape {there[key]} there and {shape} here" if key in there else "is not in it"
+            warnings.warn(
+                f"{folder} holds a checkpoint of other parameters, which this save replaces: {key!r} {of}. Ranks that train "
+                "different parameters (stages of a pipeline, experts) save into one folder for each data-parallel group",
+                stacklevel=4,
+            )
+            return
 
 
 # --- the save while it runs -------------------------------------------------------------------------------------------
 
 _running: set[PendingSave] = set()  # of this process; until each has ended, and its error has been shown
+_looked_at: set[Path] = set()  # by `_warn_of_others`, for the life of the process
 
 
 class PendingSave:
@@ -381,6 +431,7 @@ class PendingSave:
         self._folder = folder
         self._plan = plan
         self._owner = None if plan.engine is None else weakref.ref(plan.engine)
+        self._nbytes = sum(item.nbytes for item in plan.items)
         self._written_others = 0  # bytes of what is no tensor
         self._before = _stamp(folder / METADATA)
         self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.chunk_bytes, buffer_bytes=plan.part_bytes)
@@ -403,7 +454,7 @@ class PendingSave:
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written, and all that it writes."""
-        return self._plan.staging.written_bytes + self._written_others, self._plan.nbytes
+        return self._plan.staging.written_bytes + self._written_others, self._nbytes
 
     @property
     def stats(self) -> SaveStats:
@@ -503,6 +554,7 @@ class PendingSave:
                     self._expect_at_work(rank, is_gone)
             if len(reports) == self._plan.everyone.size:
                 break
+        (self._folder / SAVING / _EXTRA_DIGEST).unlink()
         return [reports[rank] for rank in range(self._plan.everyone.size)]
 
     def _await_commit(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bucketwheel.checkpoint.boxes import boxes_of
 from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
 from bucketwheel.checkpoint.param_numbers import follow_names, numbers_of
+from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.errors import failing_together
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import forget_master, join_master, load_master, saved_names
@@ -213,7 +214,7 @@ def _skeleton(optimizer: ShardedAdamW, masters: bool, model: torch.nn.Module | N
             entry[name] = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, info.param.shape, info.stride)
     groups = []
     for group in optimizer.param_groups:
-        kept = {k: _on_cpu(v) for k, v in group.items() if k not in ("params", "granularity")}
+        kept = {k: _on_cpu(as_plain(v)) for k, v in group.items() if k not in ("params", "granularity")}
         groups.append({**kept, "params": [key_of[p] for p in group["params"]]})
     return {"state": state, "param_groups": groups}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+import bucketwheel as bw
 from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint import saving
 from bucketwheel.checkpoint.format import METADATA
@@ -500,8 +505,15 @@ def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             use("s3://bucket/run", job.model, job.opt)
     with pytest.raises(ValueError, match="staging_bytes is 100"):
         checkpoint.save(tmp_path, job.model, job.opt, staging_bytes=100)
-    with pytest.raises(TypeError, match="'extra' holds more than tensors"):
-        checkpoint.save(tmp_path, job.model, job.opt, {"object": Job})
+    for odd, name in (
+        ({"object": Job}, r"extra\['object'\] is a type"),
+        ((3, [np.ones(2)]), r"\[1\]\[0\] is a numpy.ndarray"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{name}, which .* refuses: give tensors.* torch\.from_numpy\(x\)"
+        ) as refused:
+            checkpoint.save(tmp_path, job.model, job.opt, odd)
+        assert "\033" not in str(refused.value)
     with pytest.raises(TypeError, match="expected a ShardedAdamW"):
         checkpoint.save(tmp_path, job.model, torch.optim.AdamW(job.params))
     with pytest.raises(ValueError, match="nothing to save"):
@@ -514,6 +526,106 @@ def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="'version' of the model is a int, neither"):
         checkpoint.save(tmp_path, job.model)
     assert not list(tmp_path.iterdir()) and not saving._running
+
+
+# ---- numbers, paths and folders of other jobs (issue 44)
+
+
+def with_numpy(job: Job) -> dict[str, Any]:
+    """Hyperparameters as ``np.cos`` makes them. Returns an ``extra``."""
+    first, second = job.opt.param_groups
+    first.update(
+        lr=np.float64(0.25), betas=tuple(np.array([0.5, 0.75])), eps=np.float32(0.5), initial_lr=np.float64(2.0)
+    )
+    second.update(weight_decay=np.float32(0.125), own={"at": [np.int64(3)]})
+    return {"step": np.int64(7), "best": (np.float32(0.5), np.bool_(True)), np.int64(2): np.arange(3)[1]}
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16, master"])
+def test_numbers_of_numpy_are_numbers(kind: str, world: int | None, tmp_path: Path) -> None:
+    wanted = (
+        {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.5, "initial_lr": 2.0},
+        {"weight_decay": 0.125, "own": {"at": [3]}},
+    )
+
+    def expect_plain(groups: Any) -> None:
+        torch.save(groups, content := io.BytesIO())
+        content.seek(0)
+        for found, of in zip(torch.load(content, weights_only=True), wanted, strict=True):
+            assert_bitwise_equal({key: found[key] for key in of}, of)
+
+    def train(comm: Any) -> None:
+        job = jobs.of(comm, **KINDS[kind])
+        extra = with_numpy(job)
+        job.steps(1, 2)
+        expect_plain(job.opt.state_dict()["param_groups"])
+        job.opt.full_state_dict(0, path=tmp_path / "full.pt")
+        if job.rank == 0:
+            expect_plain(torch.load(tmp_path / "full.pt", weights_only=True)["param_groups"])
+        checkpoint.save(tmp_path, job.model, job.opt, extra)
+        saved = {**job.values(), "rates": [0.25, 0.05]}
+        job.opt.close()
+        other = jobs.of(comm, seed=9, **KINDS[kind])
+        found = checkpoint.load(tmp_path, other.model, other.opt)
+        assert_bitwise_equal(found, {"step": 7, "best": (0.5, True), 2: 1})
+        expect_plain([{**group, "params": []} for group in other.opt.param_groups])
+        assert_bitwise_equal(other.values(), saved)
+
+    on_ranks(world, train)
+
+
+def test_stock_saves_numbers_of_numpy_that_our_reader_takes(tmp_path: Path) -> None:
+    job = jobs.of(None)
+    with_numpy(job)
+    dcp.save({"optim": job.opt.state_dict()}, checkpoint_id=tmp_path)
+    state = {"optim": jobs.of(None, seed=9).opt.state_dict()}
+    dcp.load(state, storage_reader=checkpoint.Reader(tmp_path))
+    assert state["optim"]["param_groups"][0]["lr"] == 0.25
+
+
+def test_a_relative_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = jobs.of(None)
+    monkeypatch.chdir(tmp_path)
+    write, at_work = DataFile._write, threading.Event()
+    monkeypatch.setattr(DataFile, "_write", lambda *args: at_work.wait(LIMIT_S) and write(*args))
+    pending = checkpoint.async_save("run", job.model, job.opt)
+    writer, reader = checkpoint.Writer("stock"), checkpoint.Reader("run")
+    snapshots = bw.Snapshots(job.opt, directory="copies")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    at_work.set()
+    pending.wait(LIMIT_S)
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    new_group(job)  # the copies go to another file
+    job.steps(1)
+    snapshots.verify()
+    snapshots.close()
+    assert reader.verify() > 0 and not list(Path().iterdir())
+    assert_bitwise_equal(loaded(tmp_path / "run").values(), jobs.of(None).values())
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_folder_with_a_checkpoint_of_other_parameters(has_model: bool, tmp_path: Path) -> None:
+    """Two data-parallel groups that save into one folder, each by its rank 0."""
+
+    def stage(width: int) -> tuple[Any, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, width))
+        return model if has_model else None, jobs.ShardedAdamW(model.parameters(), process_group=None)
+
+    first, second = stage(2), stage(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, *first)
+    name = "'model.1.weight'" if has_model else "'optim.state.2.exp_avg'"
+    with pytest.warns(
+        UserWarning, match=rf"other parameters, .* {name} has shape \(2, 2\) there and \(5, 2\) here.* one folder"
+    ):
+        checkpoint.save(tmp_path, *second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, *second)  # told once
+        checkpoint.save(tmp_path / "its own", *second)
 
 
 def test_the_end_of_the_process_waits_for_the_save(tmp_path: Path) -> None:

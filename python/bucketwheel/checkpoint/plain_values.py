@@ -1,0 +1,127 @@
+"""Plain values: what a checkpoint holds beside the tensors of models and optimizers, as ``torch.load(weights_only=True)`` takes
+it. Scalars of numpy become Python's numbers, without numpy."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from bucketwheel.layout.flat_params import is_plain
+from bucketwheel.native import core
+
+__all__ = ["as_plain", "digest_of", "expect_loadable", "is_kept_by_entries", "pickled"]
+
+
+def _mapped(leaf_of: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``leaf_of`` of each value in dicts, lists and tuples, and of each key."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((_mapped(leaf_of, key), _mapped(leaf_of, inner)) for key, inner in value.items())
+    return kind(_mapped(leaf_of, inner) for inner in value) if kind in (list, tuple) else leaf_of(value)
+
+
+def as_plain(value: Any) -> Any:
+    """``value`` with Python's numbers for scalars of numpy, in dicts, lists and tuples."""
+    return _mapped(_number, value)
+
+
+def _number(value: Any) -> Any:
+    is_scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor)
+    return value.item() if is_scalar else value
+
+
+def expect_loadable(key: str, value: Any) -> None:
+    """TypeError that names what a load of ``value`` would refuse."""
+    if not _loads(value):
+        path, found = _first_refused(key, value)
+        kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{path} is a {kind}, which torch.load(weights_only=True) refuses: give tensors, numbers, strings and bytes in lists, "
+            "tuples and dicts. torch.from_numpy(x) makes a tensor of an array, str(x) a string of a path, vars(x) or "
+            "x.state_dict() a dict of an object"
+        )
+
+
+def pickled(value: Any) -> BytesIO:
+    """As torch.save writes `as_plain`."""
+    content = BytesIO()
+    torch.save(as_plain(value), content)
+    return content
+
+
+def _loads(value: Any) -> bool:
+    """Whether it would be loaded again. Copies no data of tensors."""
+    content = BytesIO()
+    try:
+        torch.save(_mapped(_without_data, value), content)
+        content.seek(0)
+        torch.load(content, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 (objects raise anything when they are pickled)
+        return False
+    return True
+
+
+def _without_data(value: Any) -> Any:
+    is_tensor = type(value) in (Tensor, Parameter) and is_plain(value) and not vars(value)
+    return None if is_tensor else _number(value)
+
+
+def _first_refused(path: str, value: Any) -> tuple[str, Any]:
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    refused = ((key, inner) for key, inner in children if not _loads(inner))
+    for key, inner in refused:
+        return _first_refused(f"{path}[{key!r}]", inner)
+    return path, value
+
+
+class _Sum:
+    """A file that keeps the checksum of what is written to it."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = core.crc32c(data, self.crc)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+class _Digester(pickle.Pickler):
+    def __init__(self, file: _Sum) -> None:
+        super().__init__(file, 4)
+        self.fast = True  # no references to equal objects, which ranks may have once or twice
+        self._file = file
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor):
+            return None
+        torch.save(value.detach().to("cpu"), self._file)  # type: ignore[arg-type]
+        return "tensor"
+
+
+def digest_of(value: Any) -> str:
+    """Of a value that `expect_loadable` takes, so that ranks can compare it. Takes no memory of its size."""
+    file = _Sum()
+    _Digester(file).dump(as_plain(value))
+    return f"{file.crc:08x}"
+
+
+def is_kept_by_entries(value: Any) -> bool:
+    """Whether the entries that torch.distributed.checkpoint makes of dicts and lists, one for each leaf, say what it was. They do
+    not of empty dicts, of other mappings and of keys that are no strings."""
+    if isinstance(value, Mapping):
+        is_plain_dict = type(value) is dict and bool(value) and all(type(key) is str for key in value)
+        return is_plain_dict and all(map(is_kept_by_entries, value.values()))
+    return not isinstance(value, list) or all(map(is_kept_by_entries, value))
