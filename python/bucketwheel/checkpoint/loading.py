@@ -53,11 +53,12 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     folder = folder_of(directory)
     finish_before(engine, everyone_of(engine), folder)
     checkpoint = _Checkpoint(folder, engine)
+    what = f"bw.checkpoint.load of {folder.name}"  # ranks compare it; copies may lie in other places
     try:
         if engine is not None:
-            optimizer._load("bw.checkpoint.load", lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)
+            optimizer._load(what, lambda: checkpoint.plan(model, optimizer), checkpoint.load_model)
         else:
-            with failing_together(partial(agree, None), "bw.checkpoint.load"):
+            with failing_together(partial(agree, None), what):
                 checkpoint.plan(model, None)
             checkpoint.load_model()
         return checkpoint.extra

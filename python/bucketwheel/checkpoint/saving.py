@@ -49,6 +49,7 @@ from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, engine_of, live_
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start, stat_of
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
@@ -135,14 +136,15 @@ def async_save(
     finish_before(engine, everyone, folder)
     if engine is not None:
         optimizer._follow_groups()
-    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
+    what = f"bw.checkpoint.save into {os.path.abspath(folder)}"  # ranks compare it
+    with failing_together(partial(agree, engine), what):
         if engine is not None:
             optimizer._follow_state()
             engine.bind_moved()  # who asks a parameter where it lies waits for its gather
         plan = _Plan(model, optimizer, engine, extra, everyone, limit)
         if everyone.rank == 0:
             start(folder)
-    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
+    with failing_together(partial(agree, engine), what):
         pending = PendingSave(folder, plan)
     pending._start()
     if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
@@ -180,14 +182,18 @@ def agree(engine: Engine | None, what: str, error: Exception | None) -> None:
     if engine is not None:
         engine.expect_done_by_all(what, error)
         return
-    said: list[Any] = []
+    said = [[what, "" if error is None else f"{type(error).__name__}: {error}"]]
     if _has_world():
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+        said = Rendezvous.of_group(None, everyone_of(None).timeout_s, what.partition(" ")[0]).exchange(said[0])
+    calls = [call for call, _ in said]
+    if any(call != what for call in calls):
+        raise RuntimeError(
+            f"ranks did different things: {', '.join(calls)} (by rank). They must call the same, with one folder"
+        )
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
-        if text is not None:
+    for rank, (_, text) in enumerate(said):
+        if text:
             raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
 
 
