@@ -19,6 +19,7 @@
 #include "comm/host/local.h"
 #include "comm/host/shm.h"
 #include "comm/operation.h"
+#include "comm/peers.h"
 #include "comm/peers/tie.h"
 
 namespace bucketwheel {
@@ -430,6 +431,17 @@ inline void bind_comm(py::module_& m) {
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
+      // [Note: who is missing], comm/public_call.h. None: the call has ended.
+      .def(
+          "note_call",
+          [](Comm& self, std::optional<std::string_view> name) {
+            if (Peers& peers = self.peers(); !peers.health().is_forked()) {
+              name ? peers.call().enter(*name) : peers.call().leave();
+            }
+          },
+          py::arg("name"))
+      .def("report_after",
+           [](Comm& self, double seconds) { self.peers().health().reports().set_first(expect_timeout(seconds)); })
       .def("abort", &Comm::abort, py::arg("reason"), Unlocked())
       .def(
           "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },

@@ -92,10 +92,22 @@ inline void deliver(StorePeers& peers, const Report& report) {
   std::rethrow_exception(error);
 }
 
-// Who has not posted `round`; None: they are being asked, and will have answered within kPatience.answer.
-inline std::optional<std::string> late_in_round(StorePeers& peers, uint64_t round) {
+// Who has not posted `round`; None: they are being asked, and will have answered within kPatience.answer. With `waited_s` the
+// wait is told to stderr where that is due, [Note: who is missing]; None: it is not.
+inline std::optional<std::string> late_in_round(StorePeers& peers, uint64_t round, std::optional<double> waited_s) {
+  if (waited_s && !peers.health().reports().is_due(expect_timeout(*waited_s))) {
+    return {};
+  }
   const auto last = peers.last_rounds();
-  return last ? std::optional(peers.late_text(*last, round, "posted")) : std::nullopt;
+  if (!last) {
+    return {};
+  }
+  std::string text = peers.late_text(*last, round, "posted", "exchange");
+  if (waited_s) {
+    const std::string what = "collect() of round " + std::to_string(round);
+    peers.tell(expect_timeout(*waited_s), what, *last, round, "posted", "exchange");
+  }
+  return text;
 }
 
 // Raises what the communicator has failed with, or fails with now.
@@ -139,7 +151,8 @@ inline void bind_store_peers(py::module_& m) {
             wake_watchdog();
           },
           py::arg("answers"), Unlocked())
-      .def("late_in_round", &late_in_round, py::arg("round"), Unlocked())
+      .def("late_in_round", &late_in_round, py::arg("round"), py::arg("waited_s") = py::none(), Unlocked())
+      .def("in_call", [](StorePeers& self, const std::string& what) { return self.call().in_call(what); })
       .def("expect_peers", &expect_peers, py::arg("what"), Unlocked())
       .def("fail_round", &fail_round, py::arg("text"), py::arg("is_timeout"), Unlocked())
       .def_property_readonly("rank", [](StorePeers& self) { return self.health().rank(); })

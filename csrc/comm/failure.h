@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "comm/public_call.h"
 
 namespace bucketwheel {
 
@@ -59,6 +60,7 @@ class Health {
 
   void set_last_seq(uint64_t seq) { last_seq_ = seq; }  // for messages
   uint64_t last_seq() const { return last_seq_; }
+  Reports& reports() { return reports_; }
   // Throws the error; ClosedError after start_closing(); DeviceError in a forked child.
   void expect_usable() const;
   bool is_forked() const { return process_.is_foreign(); }  // the communicator is the parent process's
@@ -89,6 +91,7 @@ class Health {
   std::atomic<bool> has_failed_{false};
   std::atomic<bool> is_closing_{false};
   std::atomic<uint64_t> last_seq_{0};
+  Reports reports_;
 };
 
 }  // namespace bucketwheel

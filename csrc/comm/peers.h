@@ -17,6 +17,7 @@
 
 #include "base/deadline.h"
 #include "comm/failure.h"
+#include "comm/public_call.h"
 
 namespace bucketwheel {
 
@@ -47,9 +48,20 @@ class Peers {
   // How far all ranks have issued on it. Nothing: they have been asked, and will have answered, or be taken for ones
   // that do not answer, within kPatience.answer. Never blocks.
   virtual std::optional<LastSeqs> last_seqs(int path) = 0;
-  // For messages, behind what all ranks were to have `done` ("issued") by then: ". Not arrived: rank 2 (pid 1234, last
-  // issued 117). Unknown (no answer): rank 3", or that all have.
-  std::string late_text(const LastSeqs& last, uint64_t seq, const char* done) const;
+  // For messages, behind what all ranks were to have `done` ("issued") by then: ". Not arrived: rank 2 (pid 1234, has not
+  // called all_gather, last issued 117). Unknown (no answer): rank 3", or that all have. `op`: what they were to call, where
+  // this rank is in no public call.
+  std::string late_text(const LastSeqs& last, uint64_t seq, const char* done, const char* op);
+
+  // [Note: who is missing], comm/public_call.h. Of this rank.
+  virtual PublicCall& call() = 0;
+  // Tells the wait for `what`, if this is the lowest rank that waits; the rest as in late_text().
+  void tell(std::chrono::nanoseconds waited, const std::string& what, const LastSeqs& last, uint64_t seq,
+            const char* done, const char* op);
+  // Of the operation `seq` of a data path, which waits for peers: tells it when that is due. The failure when its time is
+  // over. Called by the watchdog.
+  std::optional<Failure> late(std::chrono::nanoseconds waited, const std::string& what, int path, uint64_t seq,
+                              const char* done, const char* op);
 
   // Data paths that share these peers: the last one that goes says goodbye to them, and later calls throw ClosedError.
   void join() { ++users_; }
@@ -64,6 +76,10 @@ class Peers {
   virtual void leave(Deadline deadline) = 0;
   // "pid 1234", or what else is known of a rank; may be empty.
   virtual std::string describe(int rank) const = 0;
+  // PublicCall::text() of a rank, where that is known.
+  virtual std::string call_of(int rank) const = 0;
+  // The next last_seqs() is to ask again.
+  virtual void forget_answers() {}
 
  private:
   std::atomic<int> users_{0};

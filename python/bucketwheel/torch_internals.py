@@ -17,7 +17,6 @@ import torch.distributed as dist
 __all__ = [
     "after_backward",
     "all_gather",
-    "all_gather_text",
     "another_connection",
     "call_of_torch",
     "calling_stager",
@@ -94,15 +93,6 @@ def all_gather(group: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Any:
     """Starts it in a gloo process group, and returns its work. The public names are for groups of torch's registry, and
     those of the group's methods change."""
     return group._allgather_base(everyone, mine)
-
-
-def all_gather_text(text: str) -> list[str]:
-    """Of all ranks of the default process group: the first 4 KiB of each. torch's `all_gather_object` needs numpy."""
-    mine = torch.frombuffer(bytearray(text.encode()[:4096].ljust(4096, b"\0")), dtype=torch.uint8)
-    mine = mine.to(dist.distributed_c10d._get_object_coll_device())
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]
 
 
 def set_default_timeout(group: Any, timeout: timedelta) -> None:

@@ -137,7 +137,7 @@ TEST(they_ask_and_are_answered_while_others_issue) {
   std::thread carrier([&] {
     three.bell->wait(Clock::now() + 10s);
     CHECK(!peers.report() && peers.asks());
-    peers.answer({peers.progress(), StorePeers::Progress{7, 8, 9}});
+    peers.answer({peers.progress(), StorePeers::Progress{{7, 8, 9}, "is in a call"}});
   });
   const auto begin = Clock::now();
   std::optional<LastSeqs> last;
@@ -150,9 +150,10 @@ TEST(they_ask_and_are_answered_while_others_issue) {
   issuer.join();
   CHECK(last->size() == 3 && (*last)[1] == 8u && !(*last)[2]);
   CHECK(*peers.last_rounds() == LastSeqs({0, 9, std::nullopt}));
-  CHECK(peers.late_text({8, 7, std::nullopt}, 8, "issued") ==
-        ". Not arrived: rank 1 (last issued 7). Unknown (no answer): rank 2");
-  CHECK(peers.late_text({8, 8, 9}, 8, "issued") == ", which all ranks have issued");
+  CHECK(peers.late_text({8, 7, std::nullopt}, 8, "issued", "gather") ==
+        ". Not arrived: rank 1 (is in a call, has not called gather, last issued 7): call it on all ranks. Unknown (no "
+        "answer): rank 2");
+  CHECK(peers.late_text({8, 8, 9}, 8, "issued", "gather") == ", which all ranks have issued");
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -111,6 +111,11 @@ DIED = "rank 2 (pid 102) died; needed for all_gather of 2 tensors"
 ROUND = "timeout in collect() of round 7. Not arrived: rank 1 (pid 101, last seen in operation 1)"
 ABSENT = "timeout in reduce_scatter. Not arrived: rank 1 (pid 101, last seen in operation 1)"
 ANSWERS = "timeout in all_gather. Not arrived: rank 1 (last issued 1). Unknown (no answer): rank 2"
+ALONE = (
+    "timeout in bw.checkpoint.save (collect() of round 7). Not arrived: rank 1 (pid 101, is in close, has not called "
+    "bw.checkpoint.save, last seen in operation 1), rank 2 (is in bw.checkpoint.save, last posted 6): call it on all ranks"
+)
+LEFT = ALONE.replace("timeout in", "rank 1 (pid 101) has gone; needed for")
 ODD = "rank 3 failed first: odd"
 ALIKE = ("all_gather", 1, 8)
 CALLS = (
@@ -199,6 +204,13 @@ CASES: dict[str, tuple[list[Rank], list[int], int, str]] = {
         [1],
         2,
         "late",
+    ),
+    # What the others have called, too, where it ended before they did (issue 44).
+    "it has not called": (
+        [Rank(0, 3, ALONE).done(GATHER), Rank(2, 3, LEFT)],
+        [1],
+        1,
+        "had not called bw.checkpoint.save",
     ),
     "who does not answer is not late": ([Rank(rank, 3, ANSWERS).done(GATHER) for rank in range(3)], [1], 2, "late"),
     # Together in one operation: nobody is late, whatever clocks say.

@@ -100,7 +100,7 @@ void C10dComm::set_waits_since(std::optional<Clock::time_point> since) {
 
 std::exception_ptr C10dComm::lost(const AllToAllFailed& failed, const Operation& op, const char* name) {
   const Clock::time_point until = Clock::now() + kPatience.goodbye;
-  const std::string what = text_of(op.description());
+  const std::string what = peers_->call().in_call(text_of(op.description()));
   do {
     if (peers_->health().has_failed()) {
       return peers_->health().error();
@@ -138,7 +138,7 @@ void C10dComm::expect_progress() {
   std::string what;
   const char* name = "";
   uint64_t seq = peers_->health().last_seq();
-  bool is_late = false;
+  Clock::duration waited{};
   bool needs_peers = false;
   {
     std::lock_guard lock(running_mutex_);
@@ -147,19 +147,16 @@ void C10dComm::expect_progress() {
       what = text_of(running_->op->description());
       name = name_of(running_->op->collective);
       seq = running_->op->seq;
-      is_late = now - running_->since > peers_->timeout();
+      waited = now - running_->since;
       needs_peers = running_->waits_since && now - *running_->waits_since > kPatience.peer;
     }
   }
-  if (auto failure = peers_->trouble(0, [&](int) { return needs_peers; }, what.c_str())) {
+  const std::string needing = peers_->call().in_call(what);
+  if (auto failure = peers_->trouble(0, [&](int) { return needs_peers; }, needing.c_str())) {
     failure->seq = seq;
     fail(*failure, name);
-  } else if (is_late) {
-    if (const auto last = peers_->last_seqs(0)) {  // else they are being asked
-      Failure late{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "begun"), -1, seq};
-      late.last_seqs = *last;
-      fail(late, name);
-    }
+  } else if (const auto late = peers_->late(waited, what, 0, seq, "begun", name)) {
+    fail(*late, name);
   }
 }
 

@@ -14,7 +14,7 @@ HostComm::HostComm(HostCommOptions options, Control control, std::shared_ptr<voi
     : options_(std::move(options)),
       health_(options_.name, options_.rank, control.world(), options_.id),
       control_owner_(std::move(control_owner)),
-      team_(std::make_unique<Team>(options_.rank, control, std::move(transport))),
+      team_(std::make_unique<Team>(options_.rank, control, std::move(transport), health_)),
       flight_({options_.name, options_.rank, control.world(), team_->transport().backend(), health_.id()}),
       order_(
           health_, flight_, [this](const Operation& op, const char* name) { return execute(op, name); },

@@ -60,6 +60,7 @@ class HostComm final : public Comm, public Peers {
   bool sees_issued() const override { return true; }
   bool have_all_issued(int path, uint64_t seq) const override;
   std::optional<LastSeqs> last_seqs(int path) override { return seqs_of_all(path); }
+  PublicCall& call() override { return team_->own().call; }
   FlightRing& flight() { return flight_; }
   // Another communicator has the operations, and writes them out.
   void leave_flight_to_another() { has_flight_ = false; }
@@ -69,6 +70,7 @@ class HostComm final : public Comm, public Peers {
   std::exception_ptr execute(const Operation& op, const char* name);
   LastSeqs seqs_of_all(int path) const;
   std::string describe(int rank) const override { return team_->transport().describe_peer(rank); }
+  std::string call_of(int rank) const override { return team_->record(rank).call.text(); }
   void look();
 
   const HostCommOptions options_;

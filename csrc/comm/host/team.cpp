@@ -99,10 +99,11 @@ std::optional<uint64_t> failed_seq(const RankRecord& record, const Team::Wait& w
 
 }  // namespace
 
-Team::Team(int rank, Control control, std::unique_ptr<Transport> transport)
+Team::Team(int rank, Control control, std::unique_ptr<Transport> transport, Health& health)
     : rank_(rank),
       control_(control),
       transport_(std::move(transport)),
+      health_(health),
       has_cores_(std::thread::hardware_concurrency() >= static_cast<unsigned>(control.world())),
       spin_ns_(kMostSpinNs / 2) {}
 
@@ -125,14 +126,19 @@ void Team::await_slow(const Wait& wait, const IsReady& is_ready, const Needs& ne
     ~Awake() { record.sleepers.fetch_sub(1); }
   } awake{own_record};
   const auto begin = Clock::now();
+  Wait lasting = wait;
   for (;;) {
     const uint32_t seen = own_record.bell.load();
     if (is_ready()) {
       break;
     }
-    expect_no_trouble(wait, is_ready, needs);
+    expect_no_trouble(lasting, is_ready, needs);
     if (has_passed(wait.deadline)) {
       throw_timeout(wait, needs);
+    }
+    if (health_.reports().is_due(Clock::now() - begin)) {
+      tell(wait, Clock::now() - begin, needs);
+      lasting.is_told = true;
     }
     if (wait.poll != nullptr && *wait.poll) {
       (*wait.poll)();
@@ -187,9 +193,10 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
       if (is_ready()) {
         return;
       }
+      const char* const end = wait.is_told ? " has gone" : has_left ? " has closed the communicator" : " died";
       throw Failure{FailureKind::kPeer,
-                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + " " +
-                        (has_left ? "has closed the communicator" : "died") + "; needed for " + text_of_wait(wait),
+                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + end + "; needed for " +
+                        text_of_wait(wait) + (wait.is_told ? text_of_missing(wait, needs) : ""),
                     r, wait.seq};
     }
   }
@@ -227,20 +234,39 @@ std::string Team::text_of_wait(const Wait& wait) const {
   if (wait.what != nullptr) {
     return wait.what;
   }
-  return wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own().description);
+  const std::string what =
+      wait.seq == 0 ? "collect() of round " + std::to_string(own().posted) : text_of(own().description);
+  return own().call.in_call(what);
 }
 
 void Team::throw_timeout(const Wait& wait, const Needs& needs) const {
-  std::string text = "timeout in " + text_of_wait(wait) + ". Not arrived:";
-  const char* separator = " ";
+  throw Failure{FailureKind::kTimeout, "timeout in " + text_of_wait(wait) + text_of_missing(wait, needs), -1, wait.seq};
+}
+
+std::string Team::text_of_missing(const Wait& wait, const Needs& needs) const {
+  const char* const op = wait.seq == 0 ? "exchange" : name_of(static_cast<Collective>(own().description.collective));
+  std::vector<Missing> missing;
   for (int r = 0; r < world(); ++r) {
     if (r != rank_ && needs(r)) {
-      text += separator + ("rank " + std::to_string(r)) + " (" + transport_->describe_peer(r) +
-              ", last seen in operation " + std::to_string(record(r).entered.load()) + ")";
-      separator = ", ";
+      const RankRecord& theirs = record(r);
+      const bool has_called = theirs.entered != 0 || theirs.posted != 0 || !theirs.call.text().empty();
+      missing.push_back({r, transport_->describe_peer(r), has_called ? theirs.call.text() : "has made no call",
+                         "last seen in operation " + std::to_string(theirs.entered.load()),
+                         wait.seq != 0 && theirs.entered >= wait.seq});
     }
   }
-  throw Failure{FailureKind::kTimeout, std::move(text), -1, wait.seq};
+  return missing_text(missing, own().call.current(op));
+}
+
+// The lowest rank that waits does it.
+void Team::tell(const Wait& wait, std::chrono::nanoseconds waited, const Needs& needs) const {
+  int lowest = 0;
+  while (lowest < rank_ && needs(lowest)) {
+    ++lowest;
+  }
+  const auto limit = wait.deadline ? waited + (*wait.deadline - Clock::now()) : waited;
+  const std::string text = lowest == rank_ ? text_of_wait(wait) + text_of_missing(wait, needs) : "";
+  health_.reports().tell(waited, limit, health_.who(), text);
 }
 
 void Team::stop(Failure failure) {

@@ -24,6 +24,7 @@
 #include "base/align.h"
 #include "comm/failure.h"
 #include "comm/operation.h"
+#include "comm/public_call.h"
 #include "pool/pool.h"
 
 namespace bucketwheel {
@@ -44,6 +45,7 @@ struct RankRecord {
   // Rounds of post(); payload_bytes by parity of the round.
   alignas(kCacheLineBytes) std::atomic<uint64_t> posted;
   uint64_t payload_bytes[2];
+  PublicCall call;
 
   // How far each data path that is not this segment's has issued.
   static constexpr int kPaths = 2;
@@ -132,7 +134,8 @@ class Transport {
 
 class Team {
  public:
-  Team(int rank, Control control, std::unique_ptr<Transport> transport);
+  // `health` of the communicator must outlive this.
+  Team(int rank, Control control, std::unique_ptr<Transport> transport, Health& health);
 
   int rank() const { return rank_; }
   int world() const { return control_.world(); }
@@ -149,6 +152,7 @@ class Team {
     Deadline deadline;                            // Failure kTimeout behind it
     const std::function<void()>* poll = nullptr;  // called, unless empty, every 100 ms of sleep; may throw
     const char* what = nullptr;                   // for messages; null: the operation of our record, or the round
+    bool is_told = false;                         // it has lasted so long that stderr was told
   };
   // Returns when is_ready(). Throws Failure when it cannot become ready: a rank for which needs(rank) holds died or
   // left, a rank failed, we were stopped, or the deadline passed. Safe on several threads.
@@ -181,11 +185,14 @@ class Team {
   void await_slow(const Wait& wait, const IsReady& is_ready, const Needs& needs);
   bool spin(const IsReady& is_ready);
   std::string text_of_wait(const Wait& wait) const;
+  std::string text_of_missing(const Wait& wait, const Needs& needs) const;
+  void tell(const Wait& wait, std::chrono::nanoseconds waited, const Needs& needs) const;
   [[noreturn]] void throw_timeout(const Wait& wait, const Needs& needs) const;
 
   const int rank_;
   const Control control_;
   const std::unique_ptr<Transport> transport_;
+  Health& health_;
   const bool has_cores_;          // there is a core for every rank
   std::atomic<int64_t> spin_ns_;  // [Note: adaptive spin], team.cpp
   std::atomic<bool> is_stopped_{false};

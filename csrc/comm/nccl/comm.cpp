@@ -393,7 +393,8 @@ void NcclComm::expect_progress() {
   // A peer's failure is known before the next operation, which would hang, or block inside NCCL. That a rank is dead
   // NCCL may tell before we know it, and it does not say who it was.
   const bool needs_all = error.has_value() || (front && front->waited > kPatience.peer);
-  if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, what.c_str())) {
+  const std::string needing = peers_->call().in_call(what);
+  if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, needing.c_str())) {
     failure->seq = seq;
     fail(*failure, op);
     return;
@@ -407,12 +408,8 @@ void NcclComm::expect_progress() {
     }
     return;
   }
-  if (front && front->waited > peers_->timeout()) {
-    if (const auto last = peers_->last_seqs(path_of(part_))) {  // else they are being asked
-      Failure failure{FailureKind::kTimeout, "timeout in " + what + peers_->late_text(*last, seq, "issued"), -1, seq};
-      failure.last_seqs = *last;
-      fail(std::move(failure), op);
-    }
+  if (const auto late = front ? peers_->late(front->waited, what, path_of(part_), seq, "issued", op) : std::nullopt) {
+    fail(*late, op);
   }
 }
 

@@ -170,9 +170,15 @@ void StorePeers::lose_store() {
 // ---- how far the ranks have come
 
 StorePeers::Progress StorePeers::progress() const {
-  Progress copy{};
-  std::ranges::copy(progress_, copy.begin());
+  Progress copy{{}, call_.text()};
+  std::ranges::copy(progress_, copy.first.begin());
   return copy;
+}
+
+std::string StorePeers::call_of(int rank) const {
+  std::lock_guard lock(mutex_);
+  const auto r = static_cast<size_t>(rank);
+  return answers_ && (*answers_)[r] ? (*answers_)[r]->second : "";
 }
 
 std::optional<LastSeqs> StorePeers::last_seqs(int path) {
@@ -192,11 +198,17 @@ std::optional<LastSeqs> StorePeers::last_seqs(int path) {
   LastSeqs last(gone_.size());
   for (size_t r = 0; r < last.size(); ++r) {
     if (const auto& theirs = (*answers_)[r]) {
-      last[r] = (*theirs)[static_cast<size_t>(path)];
+      last[r] = theirs->first[static_cast<size_t>(path)];
     }
   }
   last[static_cast<size_t>(health_.rank())] = progress_[static_cast<size_t>(path)];
   return last;
+}
+
+void StorePeers::forget_answers() {
+  std::lock_guard lock(mutex_);
+  asked_at_.reset();
+  answers_.reset();
 }
 
 bool StorePeers::asks() const {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/peers.h"
@@ -58,6 +59,7 @@ class StorePeers final : public Peers {
   bool sees_issued() const override { return false; }
   bool have_all_issued(int, uint64_t) const override { return true; }
   std::optional<LastSeqs> last_seqs(int path) override;
+  PublicCall& call() override { return call_; }
   // The same of the rounds that have been posted.
   std::optional<LastSeqs> last_rounds() { return last_seqs(kPaths); }
 
@@ -72,9 +74,9 @@ class StorePeers final : public Peers {
   void lose_store();
   bool has_left() const { return health_.is_closing(); }
 
-  // How far a rank has come: on each data path, and in rounds.
+  // How far a rank has come, on each data path and in rounds; and PublicCall::text().
   static constexpr int kCounts = kPaths + 1;
-  using Progress = std::array<uint64_t, kCounts>;
+  using Progress = std::pair<std::array<uint64_t, kCounts>, std::string>;
   Progress progress() const;
   // By rank; nothing for one of which that is not known.
   using Answers = std::vector<std::optional<Progress>>;
@@ -92,6 +94,8 @@ class StorePeers final : public Peers {
   void look_at(const Neighbour& one);
   void leave(Deadline deadline) override;
   std::string describe(int) const override { return ""; }
+  std::string call_of(int rank) const override;
+  void forget_answers() override;
   Ways ways() const;
 
   Health health_;
@@ -106,7 +110,8 @@ class StorePeers final : public Peers {
   std::vector<std::optional<Gone>> gone_;     // by rank, of neighbours; stays
   std::optional<Clock::time_point> store_lost_at_;
   std::array<std::atomic<uint64_t>, kCounts> progress_{};
-  std::optional<Clock::time_point> asked_at_;  // by a timeout; stays, as the answers do
+  PublicCall call_{};
+  std::optional<Clock::time_point> asked_at_;  // by a wait that lasts; until its report, as the answers
   std::optional<Answers> answers_;
   const std::shared_ptr<Watch> watch_;  // the first to go
 };

@@ -70,13 +70,14 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     engine = engine_of(optimizer)
     folder = folder_of(directory)
     finish_before(engine, everyone_of(engine), folder)
+    what = f"bw.checkpoint.load of {folder.name}"  # ranks compare it; copies may lie in other places
     for tries_left in reversed(range(_TRIES)):
         checkpoint = _Checkpoint(folder, engine)
         try:
             if engine is not None:
-                optimizer._load("bw.checkpoint.load", partial(checkpoint.plan, model, optimizer), checkpoint.load_model)
+                optimizer._load(what, partial(checkpoint.plan, model, optimizer), checkpoint.load_model)
             else:
-                with failing_together(partial(agree, None), "bw.checkpoint.load"):
+                with failing_together(partial(agree, None), what):
                     checkpoint.plan(model, None)
                 checkpoint.load_model()
             return checkpoint.extra

@@ -50,10 +50,11 @@ from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start, stat_of
+from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
-from bucketwheel.torch_internals import all_gather_text, timeout_of
+from bucketwheel.torch_internals import timeout_of
 
 __all__ = [
     "EXTRA_OF",
@@ -142,7 +143,8 @@ def async_save(
     finish_before(engine, everyone, folder)
     if engine is not None:
         optimizer._follow_groups()
-    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
+    what = f"bw.checkpoint.save into {folder}"  # ranks compare it
+    with failing_together(partial(agree, engine), what):
         if engine is not None:
             optimizer._follow_state()
             engine.bind_moved()  # who asks a parameter where it lies waits for its gather
@@ -151,7 +153,7 @@ def async_save(
             _warn_of_others(folder, plan)
             start(folder)
             (folder / SAVING / _EXTRA_DIGEST).write_text(plan.digest)
-    with failing_together(partial(agree, engine), "bw.checkpoint.save"):
+    with failing_together(partial(agree, engine), what):
         if everyone.rank != 0 and extra is not None and _read(folder / SAVING / _EXTRA_DIGEST) != plan.digest:
             plan.add_object(f"{EXTRA_OF}{everyone.rank}", extra)
         pending = PendingSave(folder, plan)
@@ -191,12 +193,17 @@ def agree(engine: Engine | None, what: str, error: Exception | None) -> None:
     if engine is not None:
         engine.expect_done_by_all(what, error)
         return
-    said: list[str] = []
+    said = [[what, "" if error is None else f"{type(error).__name__}: {error}"]]
     if _has_world():
-        said = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        said = Rendezvous.of_group(None, everyone_of(None).timeout_s, what.partition(" ")[0]).exchange(said[0])
+    calls = [call for call, _ in said]
+    if any(call != what for call in calls):
+        raise RuntimeError(
+            f"ranks did different things: {', '.join(calls)} (by rank). They must call the same, with one folder"
+        )
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
+    for rank, (_, text) in enumerate(said):
         if text:
             raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
 

@@ -29,6 +29,7 @@ from bucketwheel.comm.arguments import (
 from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name, expect_group
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import NcclChoices, NcclSetup
+from bucketwheel.comm.public_call import PublicCall
 from bucketwheel.device import CPU, device_index, device_named, native_stream, torch_device
 from bucketwheel.errors import Error, expect_int
 from bucketwheel.native import core
@@ -59,8 +60,8 @@ class Communicator:
             memory. That is found by trying, and all ranks come to the same result.
         timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
             `CommTimeout`; a year at most. None: the timeout of ``group`` (``init_process_group(timeout=...)``), 600 where it
-            has none. Also bounds the making of the communicator; who has not come by then is named some seconds later, and
-            after 10 s by a line on stderr.
+            has none. Also bounds the making of the communicator; who has not come by then is named some seconds later.
+            After 10, 20, 40 s of any wait a line on stderr names those that are missing.
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
@@ -108,6 +109,8 @@ class Communicator:
 
     def _finish(self, native_comm: Any, ranks: RankGroup, choices: NcclChoices) -> Communicator:
         self._native = native_comm
+        self._natives = (native_comm,)
+        native_comm.report_after(patience.PATIENCE.report_s)
         self._ranks = ranks
         self._choices = choices
         self._gathers: Communicator | None = None
@@ -381,7 +384,10 @@ class Communicator:
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
         flags = torch.empty(self.size, dtype=torch.uint8, device=torch_device(self.device))
-        return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(seconds)
+        with PublicCall(self, "Communicator.barrier"):
+            return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(
+                seconds
+            )
 
     # --- what the optimizer uses: nothing here tells autograd about a write -------------------------------------------
 

@@ -5,8 +5,8 @@ Python: the Links are made (`_linked`), the failure keys are read and written by
 payloads travel (`_Rounds`).
 
 How far a rank has come goes the same way: at most once a second the thread writes the numbers of the rank's last operations
-to a key of the rank's, if they have changed. A rank whose operation times out reads the keys of all ranks at once, to
-name those that are late.
+and the name of its last public call to a key of the rank's, if they have changed. A rank whose wait lasts, or times out,
+reads the keys of all ranks at once, to name those that are late ([Note: who is missing], csrc/comm/public_call.h).
 """
 
 from __future__ import annotations
@@ -372,15 +372,17 @@ class _Rounds:
 
     def _await(self, begin: float, timeout: float | None) -> None:
         """Until the work is over. `CommTimeout` after ``timeout``, which leaves it running; else after the own limit."""
-        pauses = _pauses()
-        what = f"collect() of round {self._number}"
+        pauses, told = _pauses(), ""
+        what = self.peers.in_call(f"collect() of round {self._number}")
         while not self._work.is_completed():
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
                 reason = f"round {self._number} of agreement was not over after {timeout} s"
                 raise CommTimeout(self.peers.prefix + reason, reason=reason)
             if waited >= patience.PATIENCE.peer_s:  # a rank may have posted and gone, its payload still on the way
-                self.peers.expect_peers(what)
+                self.peers.expect_peers(what + told)
+            if waited >= patience.PATIENCE.report_s:
+                told = self.peers.late_in_round(self._number, waited) or told
             if waited >= self._timeout_s and (late := self.peers.late_in_round(self._number)) is not None:
                 self.peers.fail_round(f"timeout in {what}{late}", is_timeout=True)
             time.sleep(next(pauses))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +23,8 @@ from bucketwheel.torch_internals import store_of
 __all__ = ["Rendezvous", "has_keys", "undo"]
 
 _ANSWER_OF_RANK_S = 0.002  # of the Store, for what it is asked of each
-_LOOK_S = 0.05  # of a wait for the Store, at least
-_SLICE_S = 0.5  # between two waits for the Store a thread sees that it is given up
+_PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the shortest and the longest
+_PAUSE_SHARE = 0.02  # between these: so much of the time that it has taken so far
 
 _EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
 
@@ -39,8 +37,11 @@ class Rendezvous:
     Rank 0 collects and publishes, so that a round costs every other rank two messages, however many there are.
     """
 
-    def __init__(self, base: dist.Store, rank: int, size: int, timeout_s: float, prefix: str = "") -> None:
-        """``prefix``: of the keys in ``base``, these ranks' alone."""
+    def __init__(
+        self, base: dist.Store, rank: int, size: int, timeout_s: float, prefix: str = "", call: str = ""
+    ) -> None:
+        """``prefix``: of the keys in ``base``, these ranks' alone. ``call``: what ranks call to come here, for messages; else they
+        make a communicator."""
         self.base, self.prefix = base, prefix
         self.store = dist.PrefixStore(prefix, base) if prefix else base
         self.rank = rank
@@ -49,20 +50,24 @@ class Rendezvous:
         self.deadline = time.monotonic() + timeout_s
         self._round = 0
         self._failed: dict[str, Any] = {}  # the outcome of the last round if ranks were missing: there is no other one
-        self._has_reported = False  # has named on stderr those that it waits for, once
+        self._what = f"call {call}" if call else "make a communicator (ShardedAdamW, sync_module, Communicator)"
+        self._failure = f"{call} has failed" if call else "the communicator was not made"
+        self._lacking = f"not called {call}: call it on all ranks" if call else f"not come; {_EVERY_RANK}"
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float) -> Rendezvous:
+    def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float, call: str = "") -> Rendezvous:
         """The next one of a process group. Each rank counts its own, in the Store: ranks that make the same calls come to
         the same one. A rank that comes when the others have given up is told so by the first round, as they were."""
         rank, store = dist.get_rank(group), store_of(group)
         # torchrun may give restarted processes the Store of those that it ended, with what is in it. Where it does not, an
         # agent that joined later has restarted its processes less often than the others.
         is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-        prefix = f"bucketwheel/{'0' if is_new else os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = (
+            f"bucketwheel/{'0' if is_new else os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{'/calls' * bool(call)}"
+        )
         rendezvous = cls(store, rank, dist.get_world_size(group), timeout_s)
         number = rendezvous.ask(lambda _: store.add(f"{prefix}/rank {rank}", 1))
-        return cls(store, rank, rendezvous.size, timeout_s, f"{prefix}/{number}")
+        return cls(store, rank, rendezvous.size, timeout_s, f"{prefix}/{number}", call)
 
     @functools.cached_property
     def id(self) -> str:
@@ -83,10 +88,10 @@ class Rendezvous:
             missing = values["missing"]
             if self.rank in missing:
                 raise CommTimeout(
-                    f"the communicator was not made: the other ranks gave up after {values['timeout_s']:g} s, before this "
-                    f"one, rank {self.rank}, came; {_EVERY_RANK}"
+                    f"{self._failure}: the other ranks gave up after {values['timeout_s']:g} s, before this one, rank "
+                    f"{self.rank}, came; they had {self._lacking}"
                 )
-            raise CommTimeout(self._too_late(f"ranks {_listed(missing)} have not come; {_EVERY_RANK}"))
+            raise CommTimeout(self._too_late(f"ranks {_listed(missing)} have {self._lacking}"))
         return list(values)
 
     def _round_of(self, mine: Any, grace_s: float) -> Any:
@@ -118,19 +123,18 @@ class Rendezvous:
         return values
 
     def _waits_for(self, awaited: list[str], keys: list[str], until: float, given_up: threading.Event) -> bool:
-        """`has_keys`. After a while the lowest rank that has come names those that have not, by their ``keys``."""
-        report_at = math.inf if self._has_reported else time.monotonic() + patience.PATIENCE.report_s
-        if has_keys(self.store, awaited, min(until, report_at) - time.monotonic(), given_up):
-            return True
-        if report_at >= until or given_up.is_set():
-            return False
-        self._has_reported = True
-        if next((rank for rank, key in enumerate(keys) if self.store.check([key])), None) == self.rank:
-            say(
-                f"rank {self.rank} has waited {patience.PATIENCE.report_s:g} s for ranks {_listed(self._missing(keys))} to "
-                f"make a communicator (ShardedAdamW, sync_module, Communicator); it gives up after {self.timeout_s:g} s"
-            )
-        return has_keys(self.store, awaited, until - time.monotonic(), given_up)
+        """`has_keys`. [Note: who is missing], csrc/comm/public_call.h; ``keys``: of all ranks."""
+        begin, waited_s = time.monotonic(), patience.PATIENCE.report_s
+        while not has_keys(self.store, awaited, min(until, begin + waited_s) - time.monotonic(), given_up):
+            if begin + waited_s >= until or given_up.is_set():
+                return False
+            if next((rank for rank, key in enumerate(keys) if self.store.check([key])), None) == self.rank:
+                say(
+                    f"rank {self.rank} has waited {waited_s:g} s for ranks {_listed(self._missing(keys))} to "
+                    f"{self._what}; it gives up after {self.timeout_s:g} s"
+                )
+            waited_s *= 2
+        return True
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
@@ -165,7 +169,7 @@ class Rendezvous:
         return patience.PATIENCE.store_s + self.size * _ANSWER_OF_RANK_S
 
     def _too_late(self, why: str) -> str:
-        return f"the communicator was not made within {self.timeout_s:g} s: {why}"
+        return f"{self._failure} within {self.timeout_s:g} s: {why}"
 
     def _decide(self, key: str, outcome: Any) -> Any:
         """What the round came to: that of the first rank that says so."""
@@ -228,16 +232,13 @@ def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None
 
 def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None) -> bool:
     """Blocks until the Store has them all. False at the time limit, or once nobody waits for the answer; RuntimeError when
-    there is no Store."""
-    until = time.monotonic() + timeout_s
+    there is no Store. Looks again and again: of a wait that ends without the keys torch's TCPStore warns on stderr."""
+    begin = time.monotonic()
     while given_up is None or not given_up.is_set():
-        look_until = min(until, time.monotonic() + _SLICE_S)
-        try:
-            store.wait(keys, timedelta(seconds=max(look_until - time.monotonic(), _LOOK_S)))
+        if store.check(keys):
             return True
-        except RuntimeError:  # of which the Stores have different kinds
-            if time.monotonic() < look_until - _LOOK_S:
-                raise  # not the time limit
-        if time.monotonic() >= until:
+        waited_s = time.monotonic() - begin
+        if waited_s >= timeout_s:
             return False
+        time.sleep(min(max(_PAUSE_SHARE * waited_s, _PAUSE_S[0]), _PAUSE_S[1], timeout_s - waited_s))
     return False

@@ -65,6 +65,10 @@ class Reducer(Protocol):
         """Where the buckets of `_reduce_scatter_into` lie."""
 
     @property
+    def _natives(self) -> tuple[Any, ...]:
+        """Of the communicators, for `PublicCall`."""
+
+    @property
     def _replicate(self) -> Communicator | None:
         """The communicator of the replicas, beside the one that gradients are sharded over."""
 
@@ -104,6 +108,7 @@ class Replicas:
                     "sums are in plain memory; make it without"
                 )
         self.shard = shard
+        self._natives = (*shard._natives, *replicate._natives)
         self._replicate = replicate
         self.size = shard.size * replicate.size
         self.rank = replicate.rank * shard.size + shard.rank

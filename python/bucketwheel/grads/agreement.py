@@ -62,6 +62,8 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         )
     if "close" in calls:
         remedy = _NO_INPUTS
+    if all(call.startswith("bw.checkpoint.") for call in calls):
+        remedy = "All ranks must make the same call with the same folder"
     raise RuntimeError(f"ranks did different things with their gradients: {', '.join(calls)} (by rank). {remedy}")
 
 

@@ -40,6 +40,7 @@ class LocalEngine:
     part = (0, 1)
     ranks = (0, 1)
     timeout_s = 0.0  # there is nobody to wait for
+    _natives: tuple[Any, ...] = ()
 
     def __init__(self, infos: Sequence[ParamInfo], *, device: torch.device, options: OptimizerOptions) -> None:
         self.options = options

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.public_call import PublicCall
 from bucketwheel.comm.replicas import Reducer, reducer_of
 from bucketwheel.device import torch_device
 from bucketwheel.gathers.module_hooks import ModuleHook
@@ -106,7 +107,8 @@ class ModuleSync:
         if self._reducer is None or module is not self._model():  # a copy of the model has the hook too
             return
         if self._is_due:  # DDP raises no versions here either: backward of a forward before may need the buffer
-            self._broadcast([buffer for _, buffer in buffers_of(module)])
+            with PublicCall(self._reducer, "forward of a model with sync_module"):
+                self._broadcast([buffer for _, buffer in buffers_of(module)])
         self._is_due = torch.is_grad_enabled() and not _is_accumulating(module)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from bucketwheel.checkpoint.piece import Buffers
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.public_call import PublicCall, name_methods
 from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
@@ -47,6 +48,13 @@ __all__ = ["ShardedAdamW"]
 _Self = TypeVar("_Self", bound="ShardedAdamW")
 
 
+_COLLECTIVE = (
+    "step grad_sync clip_grad_norm_ local_grad_norm clip_grads_with_norm_ full_grad full_state full_state_dict state_dict "
+    "load_state_dict load_full_state_dict add_param_group close"
+)
+
+
+@name_methods("optimizer.", *_COLLECTIVE.split())
 class ShardedAdamW(Optimizer):
     r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
 
@@ -147,6 +155,7 @@ class ShardedAdamW(Optimizer):
     """
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
+    _natives: tuple[Any, ...] = ()  # of `PublicCall`; the constructor calls add_param_group before it has any
 
     def __init__(
         self,
@@ -223,6 +232,7 @@ class ShardedAdamW(Optimizer):
         groups = (process_group, replicate_group)
         others = given.frozen_in(self.param_groups)
         self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
+        self._natives = self._made_engine._natives
         self._made_engine.watch(trained.frozen)
         if capturable:
             override_stale_capture_stream()
@@ -699,7 +709,8 @@ def _make_engine(
         options.expect_capturable_on(trained.device, comm)
         if comm is None:
             return LocalEngine(trained.infos, device=trained.device, options=options), owned
-        return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others), owned
+        with PublicCall(comm, "ShardedAdamW"):
+            return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others), owned
     except BaseException:
         close_all(owned, 0.0)
         raise

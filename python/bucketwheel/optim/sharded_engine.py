@@ -112,6 +112,7 @@ class ShardedEngine:
         given = [comm] if replicate is None else [comm, replicate]
         self._comms = [(each, f"communicator {each.name!r}") for each in given]
         self.reducer = reducer_of(comm, replicate)
+        self._natives = self.reducer._natives
         self.world = comm.size
         self.infos: list[ParamInfo] = []  # changes, as `spaces`, `steps` and `_edits` do, with the groups
         self.options = options

@@ -23,6 +23,7 @@ __all__ = ["Ring", "Verdict", "add_arguments", "judge", "main", "read", "render"
 _GONE = re.compile(r"rank (\d+)(?: \([^()]*\))? (?:died|has closed the communicator|closed while)")
 _ABORTED = re.compile(r"aborted by rank (\d+)")
 _FAILED_FIRST = re.compile(r"rank (\d+) failed first")
+_NOT_CALLED = re.compile(r"rank (\d+) \([^()]*has not called ([^,()]+?)(?: again)?, [^()]*\)")
 _NOT_ARRIVED = re.compile(r"Not arrived: (.*?)(?:\. Unknown|$)", re.MULTILINE)
 _CALL = re.compile(r"^  rank (\d+): (?!\(has not arrived\))(.*)$", re.MULTILINE)
 _DIFFERENT = "ranks called different operations"
@@ -133,6 +134,7 @@ def _judge_one(rings: Mapping[int, Ring], unreadable: set[int]) -> Verdict:
     # Best evidence first: who was seen to die explains who came late, not the other way round.
     evidence = {
         "called something else than most": _minority(mismatch),
+        **_not_called(rings),
         "died or left": sorted({*missing, *_named(_GONE, rings)}),
         "aborted": sorted(_named(_ABORTED, rings)),
         "failed": _failed_first(rings),
@@ -153,6 +155,12 @@ def _judge_one(rings: Mapping[int, Ring], unreadable: set[int]) -> Verdict:
 
 def _named(pattern: re.Pattern[str], rings: Mapping[int, Ring]) -> set[int]:
     return {int(rank) for ring in rings.values() for rank in pattern.findall(ring.reason)}
+
+
+def _not_called(rings: Mapping[int, Ring]) -> dict[str, list[int]]:
+    """The ranks that others have waited for in vain, by what these had called."""
+    found = {pair for ring in rings.values() for pair in _NOT_CALLED.findall(ring.reason)}
+    return {f"had not called {call}": sorted(int(rank) for rank, of in found if of == call) for _, call in found}
 
 
 def _failed_first(rings: Mapping[int, Ring]) -> list[int]:

@@ -54,7 +54,7 @@ def test_a_rank_that_sleeps(tmp_path, capsys):
         f"sleepy-{one['id']}-rank{rank}.json" for rank in range(3)
     ]
     assert (one["culprits"], one["late"], one["missing"], one["stopped_at"]) == ([1], [1], [], 2)
-    assert "ranks [1] stopped first, at operation 2: late" in text
+    assert "ranks [1] stopped first, at operation 2: had not called reduce_scatter" in text
     assert "in 2 (reduce_scatter of 1 tensor, 96 bytes) for" in text
     assert "had not called 2 | (not noticed yet)" in text
 
