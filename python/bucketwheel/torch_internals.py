@@ -24,6 +24,8 @@ __all__ = [
     "module_behind",
     "set_default_timeout",
     "storage_info",
+    "storage_users",
+    "storage_users",
     "store_of",
     "timeout_of",
 ]
@@ -80,6 +82,11 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # importing it takes a second
 
     return _StorageInfo(path, offset, length)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many hold the storage of a tensor: itself, views of it, other tensors made of it; and as many as it takes to ask."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def module_behind(params: Any) -> torch.nn.Module | None:
