@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "comm": BELOW | {"torch_internals", "device", "pool"},
     "kernels": COMM,
     "tools": COMM | {"checkpoint"},
-    "layout": COMM | {"kernels"},
+    "layout": COMM | {"torch_internals", "kernels"},
     "grads": LAYOUT | {"torch_internals"},
     "checkpoint": LAYOUT | {"torch_internals"},
     "gathers": LAYOUT | {"grads"},

@@ -28,6 +28,7 @@ __all__ = [
     "override_stale_capture_stream",
     "set_default_timeout",
     "storage_info",
+    "storage_users",
     "store_of",
     "timeout_of",
 ]
@@ -105,6 +106,11 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # importing it takes a second
 
     return _StorageInfo(path, offset, length)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many hold the storage of a tensor: itself, views of it, other tensors made of it; and as many as it takes to ask."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def module_behind(params: Any) -> torch.nn.Module | None:

@@ -38,7 +38,7 @@ def limits_of_groups(rank: int, world: int) -> list[float]:
         ShardedAdamW(parameters_of(), timeout_s=32) as other,
     ):
         made = [Communicator(), Communicator(short), Communicator(short, timeout_s=33)]
-        return [comm._ranks.timeout_s for comm in (*made, *one._owned, *other._owned)]
+        return [comm._ranks.timeout_s for comm in (*made, *one._engine.owned, *other._engine.owned)]
 
 
 def parameters_of() -> list[nn.Parameter]:

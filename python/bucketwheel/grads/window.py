@@ -82,6 +82,8 @@ class GradWindow:
         self._state = WindowState.CLOSED
         self.captures = Captures(comm.device, is_capturable=is_capturable)
         self._no_sync_depth = 0
+        # Whether a step has used all gradients that there are: from `note_used` to the next one, which any rank's p.grad may get.
+        self.is_used = False
         # What `no_sync` has left, by parameter: the gradient is here and nowhere else. An entry goes into its bucket with
         # the next gradient or at the close, goes back to p.grad if `no_sync` is entered again, or is dropped by `zero_grad`.
         self._kept: dict[int, Tensor] = {}
@@ -138,6 +140,7 @@ class GradWindow:
         """Puts a gradient into its buckets: added to what the window has of the parameter, or in its place."""
         info = self.infos[index]
         self._expect_plain(info, grad)
+        self.is_used = False
         flat = in_memory_order(grad, info)
         was_open = self._is_open
         if was_open:
@@ -414,6 +417,11 @@ class GradWindow:
         for param in self.params:
             param.grad = None
 
+    def first_pending(self) -> ParamInfo | None:
+        """The first parameter whose gradient no step has used. Local."""
+        found = zip(self.infos, self._arrivals.look(self.params), strict=True)
+        return next((info for info, what in found if what == _PLAIN or (what and not self.is_used)), None)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         with self._lock:
@@ -442,6 +450,7 @@ class GradWindow:
             if grad is None or grad is self._placeholders[i]:
                 continue
             self._expect_plain(info, grad)
+            self.is_used = False
             has_older = self.reduced.has_content(i)
             if self._is_open and (has_older or self._schedule.has_stored(i)):
                 self._arrive(i, grad, add=False, launch=False)
@@ -567,8 +576,9 @@ class GradWindow:
 
     # --- the life of the optimizer -----------------------------------------------------------------------------------
 
-    def carry_over(self, held: bytes) -> None:
+    def carry_over(self, held: bytes, is_used: bool) -> None:
         """The shards hold gradients of the first parameters: flags."""
+        self.is_used = is_used
         held = held.ljust(len(self.params), b"\0")
         for param, is_held, placeholder in zip(self.params, held, self._placeholders, strict=True):
             if is_held:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from bucketwheel.layout.packing import Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
+from bucketwheel.torch_internals import storage_users
 
 __all__ = [
     "FlatParams",
@@ -131,11 +132,8 @@ class FlatParams:
         self.dtype = infos[0].param.dtype
         items = [PackItem(info.param.numel(), info.granularity, row_numel(info.param)) for info in self.infos]
         self.packing: Packing = pack(items, world=world, bucket_numel=bucket_numel)
-        key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
-        nbytes = self.packing.numel * self.dtype.itemsize
-        pool.reserve(nbytes)
-        self.lease: Lease = pool.acquire(key, nbytes)
-        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,)).zero_()  # the padding
+        self._pool = pool
+        self._lease_flat()
         self._slots: list[Tensor] = []
         with torch.no_grad():
             for begin, info in zip(self.packing.begins, self.infos, strict=True):
@@ -145,22 +143,63 @@ class FlatParams:
                 self._slots.append(slot)
         self._places = [slot.data_ptr() for slot in self._slots]
 
+    def _lease_flat(self) -> None:
+        key = f"params/{self.dtype}/{next(_numbers)}"  # parameters may outlive their optimizer and keep its lease
+        nbytes = self.packing.numel * self.dtype.itemsize
+        self._pool.reserve(nbytes)
+        self.lease: Lease = self._pool.acquire(key, nbytes)
+        self.flat: Tensor = self.lease.tensor(self.dtype, (self.packing.numel,)).zero_()  # the padding
+
     def _slot_like(self, tensor: Tensor, begin: int) -> Tensor:
         """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
         piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
-        return piece.as_strided(tensor.shape, tensor.stride())
+        return piece.as_strided(tensor.shape, tensor.stride()).data  # without its base, which would count as a holder
 
-    def expect_bindable(self, moved: Collection[int]) -> None:
+    def expect_bindable(self, moved: Collection[int], *, is_registered: bool) -> bool:
         """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device
-        or shape, and training the buffer would silently do nothing to it."""
+        or shape, and training the buffer would silently do nothing to it. ValueError where it shares another's memory.
+
+        Returns whether it would come back over what others hold (``old = p.data``). RuntimeError where the buffer
+        ``is_registered``, or they hold the memory of another parameter too, which would no longer be what they see.
+        """
         for slot, info in zip(self._slots, self.infos, strict=True):
-            param = info.param
-            if info.index in moved and (param.dtype, param.device, param.shape) != (
-                slot.dtype,
-                slot.device,
-                slot.shape,
-            ):
+            if info.index in moved:
                 expect_same_memory_kind(info, slot.shape)
+        expect_apart([info for info in self.infos if info.index >= 0], ())
+        held = [info for at, info in enumerate(self.infos) if info.index >= 0 and self._is_held(at)]
+        left, stays = (next((i for i in held if (i.index in moved) is is_moved), None) for is_moved in (True, False))
+        if left is not None and (stays is not None or is_registered):
+            why = (
+                f"something holds {stays.name!r}, which would move with it"
+                if stays
+                else "NCCL knows that (registered=True)"
+            )
+            raise RuntimeError(
+                f"parameter {left.name!r} was given other memory (p.data = ...), something holds the memory that it had, and "
+                f"{why}: write values instead (p.data.copy_(new)), keep copies (p.data.clone()), or drop what holds them (a "
+                "p.data, a state_dict(), a graph without its backward)"
+            )
+        return left is not None
+
+    def _is_held(self, at: int) -> bool:
+        """Whether others hold the memory that a parameter has in the flat buffer, or had."""
+        slot, place = self._slots[at], self._places[at]
+        is_here = self.infos[at].param.data_ptr() == place
+        return slot.data_ptr() == place and storage_users(slot) > storage_users(slot.new_empty(0)) + is_here
+
+    def leave(self) -> None:
+        """Goes on in another flat buffer, with all parameters but those that have other memory already, and leaves this one to
+        those who hold parts of it. The version of the old `flat` shows it."""
+        torch.autograd.graph.increment_version(self.flat)
+        old, flat, slots, places = self.lease, self.flat, self._slots, self._places
+        self._lease_flat()
+        self.flat.copy_(flat)
+        self._slots = [self._slot_like(slot, at) for slot, at in zip(slots, self.packing.begins, strict=True)]
+        self._places = [slot.data_ptr() for slot in self._slots]
+        for info, slot, place in zip(self.infos, self._slots, places, strict=True):
+            if info.param.data_ptr() == place:
+                info.param.data = slot
+        old.leave_to_owners()
 
     def rebind(self, moved: Collection[int]) -> None:
         """Takes back parameters whose memory was replaced (`model.to()`, ``p.data = x``, `share_memory`), with their
@@ -190,10 +229,11 @@ class FlatParams:
             param.data = slot.clone(memory_format=torch.preserve_format)
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again and ends the lease."""
+        """Gives every parameter memory of its own again and ends the lease, where nobody else holds a part of its memory."""
         for at in range(len(self.infos)):
             self._let_go(at)
+        is_held = any(map(self._is_held, range(len(self.infos))))
         self._slots.clear()
         self._places.clear()
         del self.flat
-        self.lease.release()
+        (self.lease.leave_to_owners if is_held else self.lease.release)()

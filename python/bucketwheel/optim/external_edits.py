@@ -7,7 +7,7 @@ raise no version: beside a master the kernel finds them (`AdamRows`), and for "e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch.nn import Parameter
@@ -76,9 +76,9 @@ class ExternalEdits:
         if self._policy == "error":
             self._versions = [param._version for param in self._params]
 
-    def note_bound(self) -> None:
-        """The optimizer works on the parameters where they are now."""
-        self._pointers = [param.data_ptr() for param in self._params]
+    def note_bound(self, but: Collection[int] = ()) -> None:
+        """The optimizer works on the parameters where they are now, ``but`` these, which are still moved."""
+        self._pointers = [-1 if i in but else param.data_ptr() for i, param in enumerate(self._params)]
 
     def expect_loaded_model(self) -> None:
         """A state was loaded: masters are compared with the parameters at the next step, whatever ``policy`` is."""

@@ -8,6 +8,7 @@ measure, clip and step anew.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, ShardSpace, S
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
+from bucketwheel.optim.owners import claim, expect_free, named, release, take_over
 from bucketwheel.optim.param_groups import OptimizerOptions
 from bucketwheel.optim.shown_state import StateEdits
 
@@ -63,11 +65,16 @@ class LocalEngine:
         # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
         self._clips: dict[int, tuple[Tensor, int]] = {}
         self._clipped_in = 0  # the capture in which they were clipped, 0: in none
-        self.expect_changeable(infos, "")
+        # The gradients that the last step has used, each with its version then; until the next step.
+        self._used: list[tuple[weakref.ref[Tensor], int]] = []
+        self.closed = ""  # why calls are refused; from `close`
+        expect_dense(infos)
+        take_over(infos, None)
         self.change((), infos)
 
     def expect_changeable(self, new: Sequence[ParamInfo], why: str) -> None:
         expect_dense(new)
+        expect_free(named(new))
 
     def change(
         self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str] = (), why: str = ""
@@ -76,7 +83,9 @@ class LocalEngine:
         self.announce_write()
         before = {info.param: info.index for info in self.infos}
         indices = [before[info.param] for info in kept]
+        release(named(self.infos), self)
         self.infos = [*kept, *new]
+        claim(named(self.infos), self)
         self.states = [self.states[i] for i in indices]
         self.states += [_new_state(info.param.detach(), self.precision) for info in new]
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
@@ -118,7 +127,8 @@ class LocalEngine:
                     "optimizer.state was edited, and every replay would do it again: step() before the capture"
                 )
             of_state.carry_out(self)
-        grads = [self._grad(info) for info in self.infos]
+        held = [info.param.grad for info in self.infos]
+        grads = [self._grad(info, grad) for info, grad in zip(self.infos, held, strict=True)]
         used = [grad is not None for grad in grads]
         self._expect_static(used)
         self._drop_stale_clips()
@@ -133,6 +143,7 @@ class LocalEngine:
         updated = [info.param for info, grad in zip(self.infos, grads, strict=True) if grad is not None]
         torch.autograd.graph.increment_version(updated)
         self._edits.note_written()
+        self._note_used([grad for grad in held if grad is not None])
         if core.is_capturing(self._device):  # what was captured has clipped nothing yet
             self._clips.clear()
         for note_written in filter(None, observed):
@@ -151,8 +162,7 @@ class LocalEngine:
                     f"and had {'one' if before else 'none'} in the first"
                 )
 
-    def _grad(self, info: ParamInfo) -> Tensor | None:
-        grad = info.param.grad
+    def _grad(self, info: ParamInfo, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
         if grad.layout != torch.strided:
@@ -267,7 +277,13 @@ class LocalEngine:
         if not self._clips:
             self._factors.reset_all()
         sums = torch.empty(len(held), dtype=torch.float64, device=self._torch_device)
-        core.sumsq_cuda(self._device, [self._grad(self.infos[i]) for i in held], sums, None, self._sums_table)
+        core.sumsq_cuda(
+            self._device,
+            [self._grad(self.infos[i], self.infos[i].param.grad) for i in held],
+            sums,
+            None,
+            self._sums_table,
+        )
         if len(held) < len(self.infos):
             sums = sums.new_zeros(len(self.infos)).index_copy_(0, self._uploads.numbers("held", held), sums)
         norm = torch.empty(1, dtype=self.norm_dtype, device=self._torch_device)
@@ -354,13 +370,24 @@ class LocalEngine:
 
     # --- what only a sharded optimizer has to do ---------------------------------------------------------------------
 
+    def first_pending(self) -> ParamInfo | None:
+        """The first parameter whose gradient no step has used."""
+        used = {grad(): version for grad, version in self._used}
+        return next((i for i in self.infos if (g := i.param.grad) is not None and used.get(g) != g._version), None)
+
+    def _note_used(self, grads: Sequence[Tensor]) -> None:
+        self._used = [*zip(map(weakref.ref, grads), [grad._version for grad in grads], strict=True)]
+
     def zero_grad(self, set_to_none: bool) -> None:
         self._clips.clear()
+        were_used = not set_to_none and self.first_pending() is None
         for info in self.infos:
             if set_to_none:
                 info.param.grad = None
             elif info.param.grad is not None:
                 info.param.grad = info.param.grad.detach().zero_()
+        if were_used:
+            self._note_used([info.param.grad for info in self.infos if info.param.grad is not None])
 
     def close_window(self) -> None:
         """Nothing is pending in one process."""
@@ -416,9 +443,12 @@ class LocalEngine:
     def abort(self, reason: str) -> None:
         """There is nobody to tell."""
 
-    def close(self) -> None:
+    def close(self, why: str, *, is_agreed: bool = True) -> None:
+        """As of `ShardedEngine`."""
+        self.closed = why
         self.announce_write()
         self._clips.clear()
+        release(named(self.infos), self)
 
 
 def _new_state(param: Tensor, precision: Precision) -> dict[str, Tensor]:

@@ -39,11 +39,27 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     if len(set(numbers)) > 1:
         raise RuntimeError(
             f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
+            f"{_first_apart(comm, lines[1 + len(groups) :], numbers, everyone)}"
         )
     raise RuntimeError(
         f"ranks disagree on {lines[_first_unequal(everyone, len(counts))]} (here on rank {comm.rank}); every rank must "
         "pass the same parameters in the same order, with the same options"
     )
+
+
+def _first_apart(
+    comm: Reducer, params: Sequence[str], numbers: Sequence[tuple[int, int]], everyone: Sequence[bytes]
+) -> str:
+    """Of which parameter rank 0 and another one say something else, if payloads reach as far. Collective."""
+    begins = [24 + 8 * groups for groups, _ in numbers]  # behind the counts and the options
+    for at in range((max(map(len, everyone)) - max(begins)) // 8):
+        found = [other[begin + 8 * at :][:8] for begin, other in zip(begins, everyone, strict=True)]
+        if len(set(found)) > 1:
+            mine = params[at] if at < len(params) else f"no parameter {at}"
+            said = [str(one, "utf-8", "ignore") for one in comm.exchange(mine.encode()[: comm.max_payload_bytes])]
+            other = next(rank for rank, one in enumerate(found) if one != found[0])
+            return f". The first difference: rank 0 has {said[0]}; rank {other} has {said[other]}"
+    return ""
 
 
 def _first_unequal(everyone: Sequence[bytes], begin: int = 0) -> int:

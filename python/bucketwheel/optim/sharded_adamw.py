@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
@@ -151,6 +150,9 @@ class ShardedAdamW(Optimizer):
         RuntimeError: ranks disagree on the parameters, their order or the options. Names are compared, of
             ``named_parameters()`` or of an iterator such as ``parameters()`` that has not begun; of parameters without, values.
 
+    Replaces optimizers that train some of the parameters; their next call raises `ClosedError`. ValueError on all ranks while
+    one of them has gradients that no step has used.
+
     Warns where frozen parameters or buffers, as far as it sees them, differ between ranks: `sync_module`.
     """
 
@@ -228,10 +230,9 @@ class ShardedAdamW(Optimizer):
             on_external_update=on_external_update,
             full_state_dict=not not full_state_dict,
         )
-        self._closed = threading.Event()  # and not a flag: [Note: wrappers of optimizers]
         groups = (process_group, replicate_group)
         others = given.frozen_in(self.param_groups)
-        self._made_engine, self._owned = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
+        self._made_engine = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
         self._natives = self._made_engine._natives
         self._made_engine.watch(trained.frozen)
         if capturable:
@@ -243,8 +244,8 @@ class ShardedAdamW(Optimizer):
 
     @property
     def _engine(self) -> LocalEngine | ShardedEngine:
-        if self._closed.is_set():  # its memory may be somebody else's by now
-            raise ClosedError("the optimizer is closed; make a new one for these parameters")
+        if self._made_engine.closed:  # its memory may be somebody else's by now
+            raise ClosedError(self._made_engine.closed)
         return self._made_engine
 
     # --- what others change between two steps ------------------------------------------------------------------------
@@ -479,7 +480,7 @@ class ShardedAdamW(Optimizer):
         settings follow ``param_names`` where both sides have them, else the order in ``param_groups``, as with torch.
         Collective: if it fails on one rank it fails on all, and nothing has been loaded anywhere. ValueError if groups,
         parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
-        RuntimeError while gradients are pending (call `step` or `zero_grad` first).
+        RuntimeError while gradients are pending, which no step has used (call `step` or `zero_grad` first). Others stay.
         """
         self._load("load_state_dict", lambda: state_dict)
 
@@ -649,13 +650,8 @@ class ShardedAdamW(Optimizer):
         statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the
         other ranks.
         """
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        try:
-            self._made_engine.close()
-        finally:
-            close_all(self._owned)
+        if not self._made_engine.closed:
+            self._made_engine.close("the optimizer is closed; make a new one for these parameters")
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -666,7 +662,7 @@ class ShardedAdamW(Optimizer):
         if kind is None:
             self.close()
             return
-        if not self._closed.is_set():
+        if not self._made_engine.closed:
             self._made_engine.abort(f"{kind.__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # of the communicator, or of gradients that were left half done
             self.close()
@@ -700,17 +696,17 @@ def _make_engine(
     replicate_group: dist.ProcessGroup | Communicator | None,
     timeout_s: float | None,
     others: Sequence[tuple[str, Tensor]],
-) -> tuple[LocalEngine | ShardedEngine, list[Communicator]]:
-    """The engine for the parameters, and the communicators that were made for it. Collective."""
+) -> LocalEngine | ShardedEngine:
+    """The engine for the parameters, with the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
     comm, replicate = communicators_for(process_group, replicate_group, trained.device, timeout_s)
     owned = [made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)]
     try:
         options.expect_capturable_on(trained.device, comm)
         if comm is None:
-            return LocalEngine(trained.infos, device=trained.device, options=options), owned
+            return LocalEngine(trained.infos, device=trained.device, options=options)
         with PublicCall(comm, "ShardedAdamW"):
-            return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others), owned
+            return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others, owned)
     except BaseException:
         close_all(owned, 0.0)
         raise

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import reducer_of
@@ -32,7 +31,8 @@ from bucketwheel.layout.shards import Space, join
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
-from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
+from bucketwheel.optim.owners import claim, expect_free, named, owner_of, release, take_over
+from bucketwheel.optim.param_groups import OptimizerOptions, close_all, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.shown_state import StateEdits
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
@@ -42,43 +42,10 @@ from bucketwheel.pool.pool import Pool
 __all__ = ["ShardedEngine", "engine_of"]
 
 
-# --- which live engine has a communicator, and trains a parameter: one at a time --------------------------------------
-
-_engines = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
-
-
-def _expect_free(things: Sequence[tuple[Any, str]]) -> None:
-    """ValueError if a live optimizer has one of the communicators or parameters ``things``, which have names.
-
-    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
-    """
-    for thing, name in things:
-        if (owner := _engines.get(thing)) is not None and owner() is not None:
-            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
-
-
-def _claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
-    _expect_free(things)
-    for thing, _ in things:
-        _engines[thing] = weakref.ref(engine)
-
-
 def engine_of(param: Tensor) -> ShardedEngine | None:
-    """The live engine that trains it."""
-    owner = _engines.get(param)
-    return None if owner is None else owner()
-
-
-def _named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
-    return [(info.param, f"parameter {info.name!r}") for info in infos]
-
-
-def _release(things: Sequence[tuple[Any, str]]) -> None:
-    for thing, _ in things:
-        _engines.pop(thing, None)
-
-
-# --- the engine ------------------------------------------------------------------------------------------------------
+    """The live engine that trains it, over several ranks."""
+    owner = owner_of(param)
+    return owner if isinstance(owner, ShardedEngine) else None
 
 
 @dataclass(frozen=True)
@@ -96,7 +63,7 @@ class ShardedEngine:
     """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
 
     States are sharded over ``comm``; with ``replicate`` so many times over. ``reducer`` is all ranks of both. ``others``:
-    frozen parameters and buffers, to warn of.
+    frozen parameters and buffers, to warn of. ``owned``: communicators that end with this.
     """
 
     def __init__(
@@ -107,8 +74,11 @@ class ShardedEngine:
         options: OptimizerOptions,
         replicate: Communicator | None = None,
         others: Sequence[tuple[str, Tensor]] = (),
+        owned: Sequence[Communicator] = (),
     ) -> None:
         self.comm = comm
+        self.owned = owned
+        self.closed = ""  # why calls are refused; from `close`
         given = [comm] if replicate is None else [comm, replicate]
         self._comms = [(each, f"communicator {each.name!r}") for each in given]
         self.reducer = reducer_of(comm, replicate)
@@ -133,16 +103,18 @@ class ShardedEngine:
         self.step_observers: list[Callable[[StepInputs], Callable[[], None] | None]] = []
         # Called before the optimizer writes to states, masters or its part of parameters: of these indices; None: of any.
         self.write_observers: list[Callable[[Collection[int] | None], None]] = []
-        _claim([*self._comms, *_named(infos)], self)
+        expect_free(self._comms, {owner_of(info.param) for info in infos})
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
             compare_values(self.reducer, infos, others)
             expect_dense(infos)
+            take_over(infos, self.reducer)
+            claim([*self._comms, *named(infos)], self)
             self._take_in(infos)
             self._assembly = self._assemble()
         except BaseException:  # whose traceback keeps this object alive
             self.reducer._release()
-            _release([*self._comms, *_named(infos)])
+            release([*self._comms, *named(infos)], self)
             raise
 
     @property
@@ -195,10 +167,13 @@ class ShardedEngine:
     def _space_of(self, index: int) -> Space:
         return next(space for space in self.spaces if index in space)
 
+    def _new_rows(self) -> AdamRows:
+        return AdamRows(self.steps, self.device, amsgrad=self.precision.amsgrad, resync=self._edits.resync)
+
     def _assemble(self) -> Assembly:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
-        rows = AdamRows(self.steps, self.device, amsgrad=options.precision.amsgrad, resync=self._edits.resync)
+        rows = self._new_rows()
         cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows)
         reduced = ReducedGrads(
             self.comm,
@@ -235,7 +210,7 @@ class ShardedEngine:
         self.grads.captures.expect_none(why)
         self.grads.expect_outside_no_sync(why)
         expect_dense(new)
-        _expect_free(_named(new))
+        expect_free(named(new))
 
     def change(self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
         """Trains these from now on: ``kept`` of those so far, and ``new``. Gradients, states and factors of the first stay.
@@ -249,7 +224,7 @@ class ShardedEngine:
         self.param_sync()
         expect_equal_layout(self.reducer, [*kept, *new], groups, self._options_text())
         compare_values(self.reducer, new, ())
-        _claim(_named(new), self)
+        claim(named(new), self)
         self._unfrozen.release([info.param for info in new])
         old.grads.remove()
         indices = self._keep(kept)
@@ -258,14 +233,14 @@ class ShardedEngine:
         self._take_in(new)
         self._assembly = self._assemble()
         self.reduced.carry_over(old.reduced, indices)
-        self.grads.carry_over(bytes(old.grads.held[i] for i in indices))
+        self.grads.carry_over(bytes(old.grads.held[i] for i in indices), old.grads.is_used)
 
     def _keep(self, kept: Sequence[ParamInfo]) -> list[int]:
         """Lets all others go. Returns the indices that these had."""
         before = {info.param: info.index for info in self.infos}
         now: dict[Tensor, ParamInfo] = {info.param: info for info in kept}
         indices = [before[info.param] for info in kept]
-        _release(_named([info for info in self.infos if info.param not in now]))
+        release(named([info for info in self.infos if info.param not in now]), self)
         for space in self.spaces:
             space.renumber(now)
             if space.is_empty:
@@ -315,17 +290,35 @@ class ShardedEngine:
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
             torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
             self._edits.note_written()
+            grads.is_used = True
         finally:  # what has been started must be waited for, whatever happened then
             self._gathers.leave_running()
         for note_written in filter(None, observed):
             note_written()
 
     def _find_edits(self) -> Edits:
-        """RuntimeError if a parameter was moved that cannot come back."""
-        edits = self._edits.find()
-        for space in self.spaces if edits.moved else ():
-            space.flat.expect_bindable(edits.moved)
+        """RuntimeError if a parameter was moved that cannot come back. Where it would come back over what others hold, its
+        space has other flat memory afterwards."""
+        edits, fixed = self._edits.find(), self.comm.is_registered
+        flats = [space.flat for space in self.spaces] if edits.moved else []
+        leaving = [flat for flat in flats if flat.expect_bindable(edits.moved, is_registered=fixed)]
+        if leaving and not core.is_capturing(self.device):
+            self.grads.captures.expect_none("parameters' memory was exchanged (p.data = ...)")
+            self.param_sync()
+            self.announce_write()
+            for flat in leaving:
+                flat.leave()
+            self._edits.note_bound(but=edits.moved)
+            cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows := self._new_rows())
+            old = self._assembly
+            buckets = [replace(new, grads=one.grads) for new, one in zip(cut.buckets, old.buckets, strict=True)]
+            self._assembly = replace(old, rows=rows, buckets=buckets)
         return edits
+
+    def _rebind(self, moved: Collection[int]) -> None:
+        for space in self.spaces if moved else ():
+            space.flat.rebind(moved)
+        self._edits.note_bound()
 
     def _follow_edits(self, edits: Edits) -> None:
         """Binds parameters again that were moved, and reads masters again that were loaded where the kernel does not.
@@ -344,8 +337,8 @@ class ShardedEngine:
                 raise ExternalEdits.refusal(self.infos[index], rank)
         if edits.moved or edits.follows:
             self.announce_write()
-        for space in self.spaces if edits.moved else ():
-            space.flat.rebind(edits.moved)
+        if edits.moved:
+            self._rebind(edits.moved)
         for space in self.spaces if edits.follows else ():
             space.read_masters()
 
@@ -366,7 +359,7 @@ class ShardedEngine:
         return next(((rank, said) for rank, said in enumerate(everyone) if said >= 0), (0, -1))
 
     def shard_memory(self) -> ShardMemory:
-        """Of this rank. Another one after `change`."""
+        """Of this rank. Another one after `change`, and where a step has found memory of parameters exchanged."""
         spaces = [space.memory() for space in self.spaces]
         rows = [row for number, space in enumerate(self.spaces) for row in space.memory_rows(number)]
         written = [info.param for info in self.infos] + [self.steps]
@@ -390,8 +383,8 @@ class ShardedEngine:
         self.param_sync()
         edits = self._find_edits()
         self.announce_write()
+        self._rebind(edits.moved)
         for space in self.spaces:
-            space.flat.rebind(edits.moved)
             space.read_masters(whole=True)
         self._edits.note_written()
 
@@ -410,8 +403,7 @@ class ShardedEngine:
         if self.options.on_external_update == "error":
             raise ExternalEdits.refusal(self.infos[min(edits.moved)])
         self.announce_write()
-        for space in self.spaces:
-            space.flat.rebind(edits.moved)
+        self._rebind(edits.moved)
 
     def write_order(self) -> list[int]:
         """The parameters in the order in which a step writes to them, where forward does not ask for another."""
@@ -459,6 +451,10 @@ class ShardedEngine:
         """Those of ``indices`` (None: of all parameters) that have a gradient on some rank."""
         held = self.grads.held
         return list(itertools.compress(range(len(held)), held)) if indices is None else [i for i in indices if held[i]]
+
+    def first_pending(self) -> ParamInfo | None:
+        """The first parameter whose gradient no step has used."""
+        return self.grads.first_pending()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.grads.no_sync()
@@ -532,19 +528,24 @@ class ShardedEngine:
     def abort(self, reason: str) -> None:
         self.reducer.abort(reason)
 
-    def close(self) -> None:
+    def close(self, why: str, *, is_agreed: bool = True) -> None:
+        """``why``: what later calls are told. Collective; or local, if not ``is_agreed``."""
+        self.closed = why
         self.announce_write()
         try:
-            self.grads.discard()
+            if is_agreed:
+                self.grads.discard()
             self.param_sync()
         finally:  # a communicator that has failed must not keep the parameters
-            self.grads.remove()
-            self._unfrozen.release()
-            self._gathers.detach()
-            for space in self.spaces:
-                space.flat.release()
-            self.reducer._release()
-            _release([*self._comms, *_named(self.infos)])
+            with ExitStack() as last:
+                last.callback(close_all, self.owned, None if is_agreed else 0.0)
+                self.grads.remove()
+                self._unfrozen.release()
+                self._gathers.detach()
+                for space in self.spaces:
+                    space.flat.release()
+                self.reducer._release()
+                release([*self._comms, *named(self.infos)], self)
 
 
 def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:

@@ -103,9 +103,12 @@ def own_entry(
 
 
 def expect_no_gradients(optimizer: ShardedAdamW) -> None:
-    engine = optimizer._engine
-    if any(info.param.grad is not None for info in engine.infos) and engine.world > 1:
-        raise RuntimeError("load_state_dict while gradients are pending: call step() or zero_grad() first")
+    """RuntimeError where there are gradients, unless a step has used them: those stay, as with torch."""
+    if (info := optimizer._engine.first_pending()) is not None:
+        raise RuntimeError(
+            f"load_state_dict while gradients are pending: no step has used that of {info.name!r}; call step() or zero_grad() "
+            "first"
+        )
 
 
 def expect_groups(optimizer: ShardedAdamW, groups: Sequence[dict[str, Any]]) -> dict[Tensor, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -205,17 +206,47 @@ def a_checkpoint_that_does_not_fit_changes_nothing(run: Run) -> None:
     some_steps(run, 3)
 
 
-@script(backends=("local", "shm", "c10d", "cuda", "nccl"))
+@script()
 def a_checkpoint_is_not_loaded_over_gradients(run: Run) -> None:
+    """One process and ranks alike (issue 44): gradients that no step has used, also where a step has used others."""
     some_steps(run, 0)
-    if run.world > 1:
-        saved = run.opt.state_dict()
-        run.backward(3)
-        with pytest.raises(RuntimeError, match="gradients are pending"):
+    if run.is_ours:
+        for order in ("first", "after a step", "in no_sync", "assigned", "on one rank"):
+            before = values_of(run)
+            saved = run.opt.state_dict()
+            if order == "after a step":
+                run.backward(3)
+                run.opt.step()
+            if order == "assigned":
+                for p in run.params:
+                    p.grad = torch.zeros_like(p)
+            elif order != "on one rank" or run.rank == 0:
+                with run.opt.no_sync() if order == "in no_sync" else contextlib.nullcontext():
+                    run.backward(3)
+            with pytest.raises(
+                (RuntimeError, ValueError), match="gradients are pending: no step has used .* parameter 0"
+            ):
+                run.opt.load_state_dict(saved)
+            run.opt.zero_grad()
+            set_values(run, before)
             run.opt.load_state_dict(saved)
-        run.opt.zero_grad()
-        run.opt.load_state_dict(saved)
     some_steps(run, 3)
+
+
+@script()
+def a_state_is_loaded_after_a_step(run: Run) -> None:
+    """What a step has used is not pending (issue 44). It stays, as with torch, and a second step uses it again."""
+    for seed in range(4):
+        run.opt.zero_grad(set_to_none=seed != 2)
+        run.backward(seed)
+        run.opt.step()
+        if seed == 2:
+            run.opt.zero_grad(set_to_none=False)
+        run.opt.load_state_dict(run.opt.state_dict())
+        if run.is_ours and seed == 3:
+            run.opt.load_full_state_dict(run.opt.full_state_dict(dst=None), src=None)
+    run.opt.step()
+    some_steps(run, 5)
 
 
 @script()
@@ -326,6 +357,39 @@ EDITS = (
 )
 for each in EDITS:
     variant(f"edited_{each.__name__}", lambda run, edit=each: edited(run, edit))
+
+
+def exchanged(run: Run, which: range) -> None:
+    """Memory, not values: what the parameters had is its holders' (issue 44), also after the end of the optimizer."""
+    some_steps(run, 0)
+    old = [run.params[i].data for i in which]
+    for i in which:
+        run.params[i].data = run.params[i].data * 0.5
+    run.backward(1)
+    if run.is_ours and run.world > 1 and run.opt._engine.comm.is_registered:
+        with pytest.raises(
+            RuntimeError, match=r"parameter [0-8]' was given other memory .*\(registered=True\): write val"
+        ):
+            run.opt.step()
+        old = [one.clone() for one in old]
+    run.opt.step()
+    run.opt.zero_grad()
+    some_steps(run, 2)
+    latest = [p.data for p in run.params]
+    for i in which:
+        run.params[i].data = run.params[i].data.clone()
+    if not run.is_reference:
+        saved = run.opt.state_dict()
+        run.opt.close()
+        run.opt = run.make_optimizer(run.params)
+        run.opt.load_state_dict(saved)
+    some_steps(run, 3)
+    for one in (*old, *(latest[i] for i in which)):
+        run.see(one)
+
+
+variant("exchanged_memory", lambda run: exchanged(run, range(9)))
+variant("exchanged_memory_of_one", lambda run: exchanged(run, range(3, 4)))
 
 
 def writes(params: list[Parameter]) -> None:

@@ -162,6 +162,80 @@ def test_a_parameter_that_cannot_come_back_is_refused_on_all_ranks(how: str) -> 
         assert_bitwise_equal(values, expected[0])
 
 
+@pytest.mark.parametrize("how", ["step", "reload", "save"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_that_is_held_is_not_written_to(dtype: torch.dtype, how: str) -> None:
+    """Issue 44. One rank exchanges memory: whatever binds it again leaves its holders what they have, or says who holds more."""
+
+    def body(comm: Communicator, is_moved: bool) -> list[Any]:
+        run = run_of(comm, dtype)
+        flat, kept, texts = run.opt._engine.spaces[0].flat, None, 0
+        act = {"step": run.opt.step, "reload": run.opt.reload_master_params, "save": run.opt._engine.bind_moved}[how]
+        for moment in range(3) if is_moved and comm.rank == 1 else ():
+            before = [p.detach().clone() for p in run.params]
+            place, old, other = flat.flat.data_ptr(), run.params[3].data[5:], run.params[1].data
+            run.params[3].data = run.params[3].data.clone()
+            if moment == 0:  # nobody holds what it had
+                del old
+            elif moment == 1 and how != "step":
+                with pytest.raises(
+                    RuntimeError, match="'weight3' was given other memory .* something holds 'weight1', which"
+                ):
+                    act()
+                texts += 1
+            del other
+            run.opt._engine.bind_moved() if how == "step" else act()
+            assert (flat.flat.data_ptr() == place) is (moment == 0)
+            assert_bitwise_equal([p.detach() for p in run.params], before)
+            if moment:
+                run.params[3].data.mul_(1.0)
+                kept = (old, before[3][5:])
+        run.backward(1)
+        run.step()
+        if kept is not None:
+            assert_bitwise_equal([kept[0]], [kept[1]])
+        run.backward(2)
+        run.step()
+        values = [p.detach().clone() for p in run.params]
+        run.opt.close()
+        if kept is not None:
+            assert_bitwise_equal([kept[0]], [kept[1]])
+        return values
+
+    expected = run_local(2, lambda comm: body(comm, False))[0]
+    for values in run_local(2, lambda comm: body(comm, True)):
+        assert_bitwise_equal(values, expected)
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_parameters_of_one_optimizer_exchange_their_memory(world: int | None) -> None:
+    """Issue 44. And two that share it afterwards would be set apart, over several ranks, as where an optimizer is made."""
+
+    def body(comm: Communicator | None) -> list[Any]:
+        params = [Parameter(torch.full((3, 4), float(i))) for i in range(3)]
+        params[2].data = params[2].data.t().contiguous().t()
+        opt = ShardedAdamW([(f"weight{i}", p) for i, p in enumerate(params)], 0.1, process_group=comm)
+        a, b, c = params
+        for step in range(3):
+            sum((p * (i + 1 + step)).sum() for i, p in enumerate(params)).backward()
+            a.data, b.data, c.data = b.data, c.data, a.data
+            opt.step()
+            opt.zero_grad()
+        values = [p.detach().clone() for p in params]
+        a.data = b.data
+        if comm:
+            with pytest.raises(RuntimeError, match=r"'weight[01]' shares memory with 'weight[01]'"):
+                opt.step()
+            a.data = a.data.clone()
+        opt.step()
+        opt.close()
+        return values
+
+    expected = body(None)
+    for values in on_ranks(world, body):
+        assert_bitwise_equal(values, expected)
+
+
 def test_a_parameter_that_was_moved_to_shared_memory_trains_on() -> None:
     """torch moves the storage then, which is that of our own view of the flat buffer too."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections import Counter
@@ -81,6 +82,141 @@ def test_two_optimizers_over_disjoint_parameters(world: int) -> None:
 
     for params in run_local(world, body):
         torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-7)
+
+
+PENDING = (
+    "parameter 'w[0-9]' belongs to another optimizer, and no step has used the gradient that 'w[0-9]' has there; call"
+)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+@pytest.mark.parametrize(
+    "parts", [(slice(0, 9), slice(0, 9)), (slice(0, 4), slice(2, 9)), (slice(0, 9), slice(3, 5))], ids=str
+)
+def test_a_later_optimizer_takes_parameters_over(world: int | None, parts: tuple[slice, slice]) -> None:
+    """Issue 44: a notebook's cell run again, phases of fine-tuning. As the earlier one closed, and another one made."""
+    worlds = [LocalWorld(world or 1) for _ in range(2)]  # a process may join each once
+
+    def play(comm: Communicator | None, closes: bool) -> list[Tensor]:
+        rank, size = (comm.rank, comm.size) if comm else (0, 1)
+        given = [local.rank(rank) for local in worlds] if comm else [None, None]
+        params = make_params()
+        named = [(f"w{i}", p) for i, p in enumerate(params)]
+
+        def backward(seed: int) -> None:
+            loss_of(params, share(dyadic(params, seed), rank, size)).backward()
+
+        first = ShardedAdamW(named[parts[0]], 0.1, process_group=given[0], **TINY)
+        scheduler = torch.optim.lr_scheduler.StepLR(first, 2)  # keeps it alive, and looks at its groups
+        backward(0)
+        first.step()
+        if closes:
+            first.close()
+            for p in params:
+                p.grad = None
+        second = ShardedAdamW(named[parts[1]], 0.01, process_group=given[1], **TINY)
+        if not closes:
+            for call in (first.step, first.zero_grad, first.state_dict, lambda: first.clip_grad_norm_(1.0)):
+                with pytest.raises(
+                    ClosedError, match="a later optimizer, which trains 'w[0-9]' too, has replaced this one"
+                ):
+                    call()
+            first.close()  # as `with` does
+            scheduler.step()
+            for own in getattr(first._made_engine, "owned", ()):
+                with pytest.raises(ClosedError):
+                    own.exchange(b"")
+            for p in params:
+                p.grad = None
+        for seed in (1, 2):
+            backward(seed)
+            second.step()
+            second.zero_grad()
+        values = [p.detach().clone() for p in params]
+        second.close()
+        if comm:
+            comm.pool.expect_no_leases()
+        return values
+
+    expected = play(None, True)
+    for values in on_ranks(world, lambda comm: play(comm, False)):
+        assert_bitwise_equal(values, expected)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+def test_an_optimizer_with_gradients_is_not_replaced(world: int | None) -> None:
+    """Issue 44: on all ranks where one has them; and nothing has happened to it. Those of a window that was dropped are none."""
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        rank, size = (comm.rank, comm.size) if comm else (0, 1)
+        make = lambda: ShardedAdamW([(f"w{i}", p) for i, p in enumerate(params)], process_group=comm, **TINY)  # noqa: E731
+        first = make()
+        for on in ([0, 1], [size - 1]):
+            if rank in on:
+                loss_of(params, dyadic(params, 1)).backward()
+            with pytest.raises(ValueError, match=f"on rank {on[0]}, {PENDING}"):
+                make()
+            if on == [0, 1]:
+                first.step()
+                first.zero_grad()
+            else:
+                nn.ParameterList(params).zero_grad()  # the window stays open
+        second = make()
+        with pytest.raises(ClosedError, match="replaced"):
+            first.zero_grad()
+        with second.no_sync():
+            loss_of(params, dyadic(params, 2)).backward()
+        with pytest.raises(ValueError, match=PENDING):
+            make()
+        second.close()
+        with make() as third:
+            third.step()
+
+    on_ranks(world, body)
+
+
+def test_an_earlier_optimizer_that_is_left_on_some_ranks_is_replaced() -> None:
+    """Issue 44: where the garbage collector has been is nobody's choice. With a window that only some have open."""
+
+    def body(comm: Communicator) -> list[Tensor]:
+        params = make_params()
+        first = [ShardedAdamW(params, 0.1, process_group=comm, **TINY)]
+        for step in (0, 1):
+            loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
+            first[0].step() if step == 0 else None
+            first[0].zero_grad()
+        if comm.rank == 0:
+            first.clear()
+            gc.collect()
+        second = ShardedAdamW(params, 0.1, process_group=comm, **TINY)
+        second.step()
+        second.close()
+        return [p.detach() for p in params]
+
+    one, other = run_local(2, body)
+    assert_bitwise_equal(one, other)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+def test_a_group_that_comes_between_step_and_zero_grad_leaves_gradients_used(world: int | None) -> None:
+    """Issue 44: they are those of the step, for a load too."""
+
+    def body(comm: Communicator | None) -> None:
+        params = make_params()
+        with ShardedAdamW(params, process_group=comm) as opt:
+            loss_of(params, dyadic(params, 1)).backward()
+            opt.step()
+            opt.add_param_group({"params": [Parameter(torch.ones(3))]})
+            opt.load_state_dict(opt.state_dict())
+            opt.grad_sync()
+            opt.load_state_dict(opt.state_dict())
+            loss_of(params, dyadic(params, 1)).backward()
+            opt.grad_sync()
+            with pytest.raises(RuntimeError, match="gradients are pending"):
+                opt.load_state_dict(opt.state_dict())
+
+    on_ranks(world, body)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])

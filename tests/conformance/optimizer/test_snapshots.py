@@ -117,6 +117,11 @@ def move(loop: Loop) -> None:
     loop.params[3].data = loop.params[3].data * 2
 
 
+def exchange(loop: Loop) -> None:
+    loop.kept = loop.params[3].data  # the shard moves, away from what somebody holds (issue 44)
+    move(loop)
+
+
 def load_optimizer(loop: Loop) -> None:
     saved = loop.opt.state_dict()
     loop.steps(30)
@@ -141,7 +146,15 @@ def leave_group(loop: Loop) -> None:
     del loop.opt.param_groups[0]["params"][1]
 
 
-EDITS: list[Callable[[Loop], Any]] = [load_model, move, load_optimizer, exchange_entry, write_state, add_group]
+EDITS: list[Callable[[Loop], Any]] = [
+    load_model,
+    move,
+    exchange,
+    load_optimizer,
+    exchange_entry,
+    write_state,
+    add_group,
+]
 EDITS += [leave_group, lambda loop: loop.opt.reset_state(), lambda loop: loop.opt.reset_state(loop.params[:2])]
 
 

@@ -1,0 +1,75 @@
+"""Owners: which live engine has a communicator, and trains a parameter: one at a time, of which a later one takes over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bucketwheel.comm.replicas import Reducer
+from bucketwheel.layout.flat_params import ParamInfo
+
+__all__ = ["claim", "expect_free", "named", "owner_of", "release", "take_over"]
+
+_owners = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
+
+
+def owner_of(thing: Any) -> Any:
+    """The live engine that has it, or None."""
+    owner = _owners.get(thing)
+    return None if owner is None else owner()
+
+
+def named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
+    return [(info.param, f"parameter {info.name!r}") for info in infos]
+
+
+def expect_free(things: Sequence[tuple[Any, str]], but: Collection[Any] = ()) -> None:
+    """ValueError if a live optimizer (``but`` these) has one of the communicators or parameters ``things``, which have names.
+
+    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
+    """
+    for thing, name in things:
+        if (owner := owner_of(thing)) is not None and owner not in but:
+            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
+
+
+def claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+    expect_free(things)
+    for thing, _ in things:
+        _owners[thing] = weakref.ref(engine)
+
+
+def release(things: Sequence[tuple[Any, str]], engine: Any) -> None:
+    """Those that ``engine`` has are free again."""
+    for thing, _ in things:
+        if owner_of(thing) is engine:
+            del _owners[thing]
+
+
+def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
+    """Closes the live optimizers that train one of ``infos``, which another one is to train. Collective over its ranks ``comm``
+    (None: there is this one), some of which may have no such optimizer any more.
+
+    ValueError on all, and nothing is closed, where one of them has gradients that no step has used.
+    """
+    # Of each earlier engine the first parameter, and the engines in one order on all ranks.
+    first = {owner: info for info in reversed(infos) if (owner := owner_of(info.param)) is not None}
+    problem = ""
+    for engine, info in first.items():
+        if (pending := engine.first_pending()) is not None:
+            problem = (
+                f"parameter {info.name!r} belongs to another optimizer, and no step has used the gradient that {pending.name!r} "
+                "has there; call its step(), zero_grad() (or the model's) or close() on all ranks first: this one replaces it"
+            )
+    said = f"{[info.index for info in first.values()]}:{problem}".encode()
+    everyone = [said] if comm is None else comm.exchange(said[: comm.max_payload_bytes])
+    for rank, other in enumerate(everyone):
+        if found := str(other.partition(b":")[2], "utf-8", "ignore"):
+            raise ValueError(f"on rank {rank}, {found}")
+    for engine, info in first.items():
+        why = f"a later optimizer, which trains {info.name!r} too, has replaced this one: use that one"
+        is_agreed = comm is not None and len(set(everyone)) == 1 and engine.ranks[1] == len(everyone)
+        engine.close(why, is_agreed=is_agreed)
