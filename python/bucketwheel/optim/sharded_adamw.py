@@ -590,27 +590,7 @@ class ShardedAdamW(Optimizer):
         A parameter that is new in the groups starts anew. ValueError for one that is not trained by this optimizer, and for
         ``rows`` of a new one whose state was assigned: the next `step` takes it in.
         """
-        if rows is not None and parameters is None:
-            raise ValueError("reset_state: rows of which parameters?")
-        engine, trained = self._engine, self._trained
-        self._follow_state()
-        chosen: list[Any] | None = None
-        if parameters is not None:
-            chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not trained.are_those_of(self.param_groups):
-            trained.note_waiting(self.param_groups)
-        indices = trained.indices(chosen)
-        for p in trained.frozen if chosen is None else chosen:
-            if p not in trained.index_of and self.state.get(p):
-                if rows is not None:
-                    raise ValueError(
-                        "reset_state: rows of a parameter that the next step() takes in; call it afterwards"
-                    )
-                del self.state[p]
-        which = "" if rows is None else states.digest_of_rows(rows)
-        for info in engine.infos if indices is None else [engine.infos[i] for i in indices]:
-            states.reset(engine, info, rows)
-            self._shown.said.add(f"{info.name!r} starts anew{which}")
+        states.reset_chosen(self, parameters, rows)
 
     def reload_master_params(self) -> None:
         """Takes the parameters as they are for the weights. Local.

@@ -8,7 +8,7 @@ out of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "assign",
     "cut",
-    "digest_of_rows",
     "expect_groups",
     "expect_no_gradients",
     "expect_states",
@@ -44,6 +43,7 @@ __all__ = [
     "own_entry",
     "plan_load",
     "reset",
+    "reset_chosen",
     "save",
     "update_groups",
 ]
@@ -253,6 +253,29 @@ def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping
             state[name].copy_(laid_out)
 
 
+def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, rows: Any) -> None:
+    """`ShardedAdamW.reset_state`."""
+    if rows is not None and parameters is None:
+        raise ValueError("reset_state: rows of which parameters?")
+    engine, trained = optimizer._engine, optimizer._trained
+    optimizer._follow_state()
+    chosen: list[Any] | None = None
+    if parameters is not None:
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not trained.are_those_of(optimizer.param_groups):
+        trained.note_waiting(optimizer.param_groups)
+    indices = trained.indices(chosen)
+    for p in trained.frozen if chosen is None else chosen:
+        if p not in trained.index_of and optimizer.state.get(p):
+            if rows is not None:
+                raise ValueError("reset_state: rows of a parameter that the next step() takes in; call it afterwards")
+            del optimizer.state[p]
+    which = "" if rows is None else _digest_of_rows(rows)
+    for info in engine.infos if indices is None else [engine.infos[i] for i in indices]:
+        reset(engine, info, rows)
+        optimizer._shown.said.add(f"{info.name!r} starts anew{which}")
+
+
 def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None) -> None:
     """Zeroes the moments, of ``rows`` (what indexes the first dimension) alone where they are given, else the step too."""
     engine.announce_write()
@@ -286,7 +309,7 @@ def expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, of
     return found
 
 
-def digest_of_rows(rows: Any) -> str:
+def _digest_of_rows(rows: Any) -> str:
     """Of what `reset` is given, so that ranks can compare it."""
     given = rows.tolist() if isinstance(rows, Tensor) else rows
     return f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
