@@ -211,7 +211,7 @@ def a_checkpoint_is_not_loaded_over_gradients(run: Run) -> None:
     """One process and ranks alike (issue 44): gradients that no step has used, also where a step has used others."""
     some_steps(run, 0)
     if run.is_ours:
-        for order in ("first", "after a step", "in no_sync", "assigned", "on one rank"):
+        for order in ("in no_sync", "first", "after a step", "assigned", "on one rank"):
             before = values_of(run)
             saved = run.opt.state_dict()
             if order == "after a step":

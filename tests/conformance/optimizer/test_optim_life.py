@@ -204,10 +204,15 @@ def test_a_group_that_comes_between_step_and_zero_grad_leaves_gradients_used(wor
 
     def body(comm: Communicator | None) -> None:
         params = make_params()
+        other = ShardedAdamW(make_params()[:1], process_group=LocalWorld(1).rank(0))
         with ShardedAdamW(params, process_group=comm) as opt:
             loss_of(params, dyadic(params, 1)).backward()
             opt.step()
             opt.add_param_group({"params": [Parameter(torch.ones(3))]})
+            if comm is None:
+                with pytest.raises(ValueError, match="'group 2 parameter 0' belongs to another optimizer"):
+                    opt.add_param_group({"params": other.param_groups[0]["params"]})
+                assert len(opt._engine.infos) == len(opt.state_dict()["state"]) == 10
             opt.load_state_dict(opt.state_dict())
             opt.grad_sync()
             opt.load_state_dict(opt.state_dict())
