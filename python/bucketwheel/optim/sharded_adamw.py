@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from bucketwheel.checkpoint.piece import Buffers
+from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.public_call import PublicCall, name_methods
@@ -561,6 +562,8 @@ class ShardedAdamW(Optimizer):
         if isinstance(param_group, dict):  # else torch says so
             expect_group_keys(param_group, self.defaults, _OPTIONS)
         super().add_param_group(param_group)
+        taken = self.param_groups[-1]
+        taken.update({key: as_plain(taken[key]) for key in ("lr", "betas", "eps", "weight_decay")})  # numbers of numpy
         if not hasattr(self, "_made_engine"):  # called by the constructor
             return
         try:

@@ -239,21 +239,6 @@ def test_a_save_of_another_optimizer_into_the_folder_waits_for_the_first(slow_di
     assert_bitwise_equal(loaded(tmp_path).values(), second.values())
 
 
-def test_a_relative_folder_is_that_of_the_call(
-    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a script does that changes the working directory meanwhile (issue 44)."""
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    job = jobs.of(None)
-    pending = checkpoint.async_save("run", job.model, job.opt)
-    monkeypatch.chdir("elsewhere")
-    gate.set()
-    ends(pending)
-    assert list(Path.cwd().iterdir()) == []
-    assert_bitwise_equal(loaded(tmp_path / "run").values(), job.values())
-
-
 # ---- writes by others
 
 
