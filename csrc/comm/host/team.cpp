@@ -194,10 +194,12 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
         return;
       }
       const char* const end = wait.is_told ? " has gone" : has_left ? " has closed the communicator" : " died";
-      throw Failure{FailureKind::kPeer,
-                    "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + end + "; needed for " +
-                        text_of_wait(wait) + (wait.is_told ? text_of_missing(wait, needs) : ""),
-                    r, wait.seq};
+      throw Failure{
+          FailureKind::kPeer,
+          "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + end + "; needed for " +
+              text_of_wait(wait) + (wait.is_told ? text_of_missing(wait, needs) : "") +
+              (wait.is_told && !has_left ? ". Its own output says whether it ended by itself or was killed" : ""),
+          r, wait.seq};
     }
   }
 }

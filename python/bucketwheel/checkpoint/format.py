@@ -124,7 +124,11 @@ def describe(folder: Path) -> Description:
         content = path.read_bytes()
     except OSError as error:
         is_copy = any(folder.glob("data-*")) or any(folder.glob("*.distcp"))
-        hidden = f". There is data but no {METADATA}: a copy by `cp -r FOLDER/*` leaves it out" if is_copy else ""
+        hidden = (
+            f". There is data but no {METADATA}, a hidden file: a copy by `cp -r FOLDER/*` leaves it out"
+            if is_copy
+            else ""
+        )
         raise CheckpointError(f"{folder} is no checkpoint, or its save has not finished: {error}{hidden}") from error
     body, is_ours = _body(content, path)
     try:

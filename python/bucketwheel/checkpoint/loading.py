@@ -133,7 +133,7 @@ class _Checkpoint:
         self._at_once: list[ReadItem] = []
         # Until the model is loaded on all ranks: moments that were zeros, and tensors of a model that loads itself, as they were.
         self._zeros: list[Tensor] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     @property
     def _entries(self) -> Mapping[str, Any]:
@@ -170,7 +170,8 @@ class _Checkpoint:
         """The load is over. If the model was not loaded on all ranks, all is as it was before."""
         for moment in self._zeros:
             moment.zero_()
-        for tensor, before in self._before:
+        for home, name, tensor, before in self._before:
+            home[name] = tensor  # loading may have bound another
             (tensor.detach() if tensor.shape == before.shape else tensor.resize_(before.shape)).copy_(before)
         if self._before and self._engine is not None:
             self._engine.expect_loaded_model()
@@ -187,8 +188,11 @@ class _Checkpoint:
         with failing_together(partial(agree, self._engine), "bw.checkpoint.load"):
             if self._own_loading is not None:
                 model, tensors = self._own_loading
-                own = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
-                self._before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own]
+                homes = (home for module in model.modules() for home in (module._parameters, module._buffers))
+                own = [
+                    (home, name, t) for home in homes for name, t in home.items() if t is not None and not is_lazy(t)
+                ]
+                self._before = [(home, name, t, t.detach().to("cpu", copy=True)) for home, name, t in own]
                 model.load_state_dict(tensors)
             self._read(self._of_model)
             for module, value in self._extra_states:

@@ -655,7 +655,8 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
                 kind = properties.setdefault(dtype, TensorProperties(dtype=getattr(torch, dtype)))
                 entry = entries.setdefault(name, TensorStorageMetadata(kind, torch.Size(shape), []))
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
-    return Metadata(entries, planner_data=plan.paths), results
+    paths = {**{name: (name,) for name in entries}, **plan.paths}  # of a rank's own extra too: stock reads by keys
+    return Metadata(entries, planner_data=paths), results
 
 
 def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> None:

@@ -232,7 +232,7 @@ def _introduced(
     """What the ``others`` say of themselves, as ``me`` does. No round: a rank that has failed before may be in a later one."""
     rendezvous.store.set(f"link/{rendezvous.rank}", json.dumps(me))
     keys = {other: f"link/{other}" for other in sorted(others)}
-    if not has_keys(rendezvous.store, list(keys.values()), rendezvous.left_s, given_up):
+    if not has_keys(rendezvous.store, list(keys.values()), rendezvous.left_s, given_up, size=rendezvous.size):
         missing = [other for other, key in keys.items() if not rendezvous.store.check([key])]
         raise CommTimeout(
             f"the communicator was not made within {rendezvous.timeout_s:g} s: ranks {missing} have not come"

@@ -24,6 +24,7 @@ __all__ = ["Rendezvous", "has_keys", "undo"]
 
 _ANSWER_OF_RANK_S = 0.002  # of the Store, for what it is asked of each
 _PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the shortest and the longest
+_PAUSE_OF_RANK_S = 5e-5  # at least so much for each rank
 _PAUSE_SHARE = 0.02  # between these: so much of the time that it has taken so far
 
 _EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
@@ -125,7 +126,9 @@ class Rendezvous:
     def _waits_for(self, awaited: list[str], keys: list[str], until: float, given_up: threading.Event) -> bool:
         """`has_keys`. [Note: who is missing], csrc/comm/public_call.h; ``keys``: of all ranks."""
         begin, waited_s = time.monotonic(), patience.PATIENCE.report_s
-        while not has_keys(self.store, awaited, min(until, begin + waited_s) - time.monotonic(), given_up):
+        while not has_keys(
+            self.store, awaited, min(until, begin + waited_s) - time.monotonic(), given_up, size=self.size
+        ):
             if begin + waited_s >= until or given_up.is_set():
                 return False
             if next((rank for rank, key in enumerate(keys) if self.store.check([key])), None) == self.rank:
@@ -230,9 +233,12 @@ def _answer(answer: Future[Any], call: _Call, given_up: threading.Event) -> None
         answer.set_exception(error)
 
 
-def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None) -> bool:
+def has_keys(
+    store: dist.Store, keys: list[str], timeout_s: float, given_up: threading.Event | None = None, *, size: int = 1
+) -> bool:
     """Blocks until the Store has them all. False at the time limit, or once nobody waits for the answer; RuntimeError when
-    there is no Store. Looks again and again: of a wait that ends without the keys torch's TCPStore warns on stderr."""
+    there is no Store. Looks again and again, less often where ``size`` ranks do: of a wait that ends without the keys torch's
+    TCPStore warns on stderr."""
     begin = time.monotonic()
     while given_up is None or not given_up.is_set():
         if store.check(keys):
@@ -240,5 +246,6 @@ def has_keys(store: dist.Store, keys: list[str], timeout_s: float, given_up: thr
         waited_s = time.monotonic() - begin
         if waited_s >= timeout_s:
             return False
-        time.sleep(min(max(_PAUSE_SHARE * waited_s, _PAUSE_S[0]), _PAUSE_S[1], timeout_s - waited_s))
+        pause_s = max(min(max(_PAUSE_SHARE * waited_s, _PAUSE_S[0]), _PAUSE_S[1]), size * _PAUSE_OF_RANK_S)
+        time.sleep(min(pause_s, timeout_s - waited_s))
     return False

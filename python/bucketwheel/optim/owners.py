@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bucketwheel.comm.replicas import Reducer
+from bucketwheel.errors import Error
 from bucketwheel.layout.flat_params import ParamInfo
 
 __all__ = ["claim", "expect_free", "named", "owner_of", "release", "take_over"]
@@ -72,4 +74,5 @@ def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
     for engine, info in first.items():
         why = f"a later optimizer, which trains {info.name!r} too, has replaced this one: use that one"
         is_agreed = comm is not None and len(set(everyone)) == 1 and engine.ranks[1] == len(everyone)
-        engine.close(why, is_agreed=is_agreed)
+        with contextlib.suppress(Error):  # of a communicator that has failed: all is released
+            engine.close(why, is_agreed=is_agreed)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint.loading import _Checkpoint
@@ -342,7 +343,9 @@ def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
     ):
         checkpoint.load(tmp_path, job.model)
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"There is data but no \.metadata: a copy by `cp -r FOLDER/\*`"):
+    with pytest.raises(
+        CheckpointError, match=r"There is data but no \.metadata, a hidden file: a copy by `cp -r FOLDER/\*`"
+    ):
         checkpoint.load(tmp_path, job.model)
     with pytest.raises(TypeError, match="expected a ShardedAdamW"):
         checkpoint.load(tmp_path, job.model, torch.optim.AdamW(job.params))
@@ -466,6 +469,7 @@ def test_each_rank_has_its_own_extra_again(with_model: bool, tmp_path: Path) -> 
     state = {"extra": None}
     dcp.load(state, checkpoint_id=tmp_path)
     assert_bitwise_equal(state["extra"], of(0))
+    assert_bitwise_equal(_load_state_dict_from_keys({"extra"}, checkpoint_id=tmp_path)["extra"], of(0))
 
 
 def test_extras_of_torchs_ranks(rank_pool: Any, tmp_path: Path) -> None:
@@ -582,6 +586,11 @@ def load_its_own_way(model: Any, how: str) -> None:
         nn.Module._load_from_state_dict(model, state, prefix, *others)
         note()
 
+    def rebind(state: dict[str, Any], prefix: str, *others: Any) -> None:
+        model.mean = state[prefix + "mean"].clone()
+        note()
+        nn.Module._load_from_state_dict(model, state, prefix, *others)
+
     def copies(_: Any, state: dict[str, Any], *others: Any) -> None:
         state.update({key: value.detach().double() for key, value in state.items() if value.is_floating_point()})
 
@@ -589,14 +598,14 @@ def load_its_own_way(model: Any, how: str) -> None:
         model.register_state_dict_post_hook(copies)
     elif how == "pre hook":
         model.register_load_state_dict_pre_hook(note)
-    elif how == "resizes":
-        model._load_from_state_dict = resize
+    elif how in ("resizes", "rebinds"):
+        model._load_from_state_dict = resize if how == "resizes" else rebind
     else:
         model.register_load_state_dict_post_hook(note)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16, remainder"])
-@pytest.mark.parametrize("how", ["copies", "pre hook", "post hook", "resizes"])
+@pytest.mark.parametrize("how", ["copies", "pre hook", "post hook", "resizes", "rebinds"])
 @pytest.mark.parametrize("world", [None, 2])
 def test_a_model_that_loads_its_own_way(world: int | None, how: str, kind: str, tmp_path: Path) -> None:
     """Weights stayed random, and hooks did not run (issue 44). If it fails on one rank all is as it was."""

@@ -143,6 +143,27 @@ def test_a_later_optimizer_takes_parameters_over(world: int | None, parts: tuple
         assert_bitwise_equal(values, expected)
 
 
+def test_an_optimizer_that_has_failed_is_replaced() -> None:
+    """A notebook's cell is run again after an error (issue 44)."""
+    worlds = [LocalWorld(2) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        params = make_params()
+        made = []  # keeps the first one alive
+        for number, local in enumerate(worlds):
+            optimizer = ShardedAdamW(params, process_group=local.rank(comm.rank), **TINY)
+            made.append(optimizer)
+            loss_of(params, dyadic(params, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            comm.barrier(60)
+            if number == 0:
+                optimizer._made_engine.abort("the cell was stopped")
+        optimizer.close()
+
+    run_local(2, body)
+
+
 @pytest.mark.parametrize("world", [None, 1, 2])
 def test_an_optimizer_with_gradients_is_not_replaced(world: int | None) -> None:
     """Issue 44: on all ranks where one has them; and nothing has happened to it. Those of a window that was dropped are none."""
