@@ -43,7 +43,7 @@ struct Missing {
   std::string who;   // "pid 1234"
   std::string call;  // PublicCall::text(), or what is known instead
   std::string last;  // "last issued 117"
-  bool is_in_it;     // it has made `call` of missing_text(), and has not come as far
+  bool is_in_it;     // it has called what the others wait in, and has not come as far as they have
 };
 // ". Not arrived: rank 1 (pid 1234, has finished optimizer.step, has not called bw.checkpoint.save, last issued 117): call it
 // on all ranks". `call`: what this rank has called.

@@ -149,7 +149,7 @@ def call_of_torch(function: str) -> Any:
     return None
 
 
-# Whose loading of a module copies tensors by their names, and does nothing else where names and shapes fit.
+# Modules of torch whose loading copies tensors by their names and does nothing else, if names and shapes fit.
 _COPYING = {f"torch.nn.modules.{name}" for name in ("module", "batchnorm", "instancenorm")}
 _COPYING.add("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 

@@ -89,7 +89,7 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
 
 
 class _Overtaken(CheckpointError):
-    """Raised by all ranks: a save has replaced the checkpoint since one of them read what it is."""
+    """Raised by all ranks: since one of them read ``.metadata``, a save has replaced the checkpoint."""
 
 
 class _Planner:
@@ -179,7 +179,7 @@ class _Checkpoint:
 
     def load_model(self) -> None:
         """All ranks have checked what they load. Collective."""
-        # All have read what the checkpoint is by now. If it still is that, they have read the same.
+        # All ranks have read ``.metadata`` by now. If it is unchanged, they have read the same checkpoint.
         newer = CheckpointError(f"{self._folder} has a newer checkpoint now") if self.reader.is_replaced() else None
         try:
             agree(self._engine, "bw.checkpoint.load", newer)

@@ -82,7 +82,7 @@ def _alike(saved: list[list[str]], ours: list[list[str]]) -> list[list[list[str]
 
 
 def prefix_of(names: Collection[str], others: Collection[str]) -> str:
-    """What stands before all ``names``, with its dot, where one of ``others`` is such a name without it; else ""."""
+    """The common prefix of all ``names``, with its dot, if one of ``others`` is one of them without it; else ""."""
     first = next(iter(names), "")
     prefixes = (first.removesuffix(other) for other in others if first.endswith(f".{other}"))
     return next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)), "")

@@ -395,7 +395,7 @@ def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
 
 
 def _odd_containers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Extra states of modules, and the groups, of which the entries for their leaves do not say what they were. They are saved
+    """Extra states of modules, and the groups, if stock's entries, one for each leaf, lose their structure. They are saved
     as one object each, too: stock reads the entries, and a load the object."""
     found = {f"model.{key}": value for key, value in tree.get("model", {}).items() if is_extra_state(key)}
     if "optim" in tree:

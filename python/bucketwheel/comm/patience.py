@@ -19,8 +19,7 @@ class Patience:
     store_s: float = 1.5
     """For the Store to answer, behind a time limit."""
     report_s: float = 10.0
-    """For the other ranks to come, to the making or to a call, before a line on stderr names those that have not; then twice
-    as long, and so on."""
+    """How long a rank waits for others before a line on stderr names those that are missing; then twice as long, and so on."""
     peer_s: float = 0.8
     """As the native one: of an operation, before a peer that has gone is a failure."""
     heartbeat_timeout_s: float = 30.0

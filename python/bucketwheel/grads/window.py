@@ -82,7 +82,7 @@ class GradWindow:
         self._state = WindowState.CLOSED
         self.captures = Captures(comm.device, is_capturable=is_capturable)
         self._no_sync_depth = 0
-        # Whether a step has used all gradients that there are: from `note_used` to the next one, which any rank's p.grad may get.
+        # Whether a step has used all gradients that there are: True from the end of a step until the next gradient arrives.
         self.is_used = False
         # What `no_sync` has left, by parameter: the gradient is here and nowhere else. An entry goes into its bucket with
         # the next gradient or at the close, goes back to p.grad if `no_sync` is entered again, or is dropped by `zero_grad`.

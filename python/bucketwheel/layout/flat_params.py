@@ -160,7 +160,7 @@ class FlatParams:
         or shape, and training the buffer would silently do nothing to it. ValueError where it shares another's memory.
 
         Returns whether it would come back over what others hold (``old = p.data``). RuntimeError where the buffer
-        ``is_registered``, or they hold the memory of another parameter too, which would no longer be what they see.
+        ``is_registered``, or where they hold the memory of another parameter too, which would move away from them.
         """
         for slot, info in zip(self._slots, self.infos, strict=True):
             if info.index in moved:

@@ -77,7 +77,7 @@ class ExternalEdits:
             self._versions = [param._version for param in self._params]
 
     def note_bound(self, but: Collection[int] = ()) -> None:
-        """The optimizer works on the parameters where they are now, ``but`` these, which are still moved."""
+        """The optimizer works on the parameters where they are now. Those of ``but`` count as moved until the next call."""
         self._pointers = [-1 if i in but else param.data_ptr() for i, param in enumerate(self._params)]
 
     def expect_loaded_model(self) -> None:
