@@ -167,7 +167,7 @@ def test_collectives_of_a_communicator_tell_it_too(place: str, call: str, ranks:
         assert re.search(missing, text) and known.strip(", ") in text, text
     told = [line for _, lines in results for line in lines] + capfd.readouterr().err.splitlines()
     told = [line for line in told if "has waited" in line]
-    assert 1 <= len(told) <= 2, told  # a rank that is asked between hosts answers late on a busy machine
+    assert 1 <= len(told) <= 4, told  # a rank that is asked between hosts answers late on a busy machine
     for line in told:
         assert "[bucketwheel rank 0/3 comm 'faulty'] has waited" in line and re.search(missing, line), line
 

@@ -64,7 +64,12 @@ def test_all_that_is_read_is_documented() -> None:
 def set_up(bad: str) -> str:
     """What setup.py says, up to where it would call setuptools."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, has in (("setuptools", ("Distribution", "setup")), ("setuptools.command.build_py", ("build_py",))):
+        for name, has in (
+            ("setuptools", ("Distribution", "setup")),
+            ("setuptools.command", ()),
+            ("setuptools.command.build", ("build",)),
+            ("setuptools.command.build_py", ("build_py",)),
+        ):
             module = types.ModuleType(name)
             for attribute in has:
                 setattr(module, attribute, type(attribute, (), {"__init__": lambda *_, **__: None}))

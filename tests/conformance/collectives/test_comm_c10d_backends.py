@@ -160,7 +160,7 @@ def test_a_failure_ends_what_waits_in_a_backend_that_does_not_end_it(how):
     words = {
         "aborts": "aborted by rank 1: enough",
         "dies": "rank 1 died",
-        "is late": "Not arrived: rank 1 (last begun 1)",
+        "is late": "Not arrived: rank 1 (has not called all_gather, last begun 1)",
     }
     for rank, result in enumerate(results):
         if rank == 1:

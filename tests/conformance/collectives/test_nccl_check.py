@@ -138,7 +138,7 @@ class GoneStore:
 
     def set(self, key: str, value: str) -> None: ...
 
-    def wait(self, keys: list[str], timeout: object) -> None:
+    def check(self, keys: list[str]) -> bool:
         self.asked += 1
         raise RuntimeError("Connection reset by peer")
 

@@ -359,39 +359,6 @@ for each in EDITS:
     variant(f"edited_{each.__name__}", lambda run, edit=each: edited(run, edit))
 
 
-def exchanged(run: Run, which: range) -> None:
-    """Memory, not values: what the parameters had is its holders' (issue 44), also after the end of the optimizer."""
-    some_steps(run, 0)
-    old = [run.params[i].data for i in which]
-    for i in which:
-        run.params[i].data = run.params[i].data * 0.5
-    run.backward(1)
-    if run.is_ours and run.world > 1 and run.opt._engine.comm.is_registered:
-        with pytest.raises(
-            RuntimeError, match=r"parameter [0-8]' was given other memory .*\(registered=True\): write val"
-        ):
-            run.opt.step()
-        old = [one.clone() for one in old]
-    run.opt.step()
-    run.opt.zero_grad()
-    some_steps(run, 2)
-    latest = [p.data for p in run.params]
-    for i in which:
-        run.params[i].data = run.params[i].data.clone()
-    if not run.is_reference:
-        saved = run.opt.state_dict()
-        run.opt.close()
-        run.opt = run.make_optimizer(run.params)
-        run.opt.load_state_dict(saved)
-    some_steps(run, 3)
-    for one in (*old, *(latest[i] for i in which)):
-        run.see(one)
-
-
-variant("exchanged_memory", lambda run: exchanged(run, range(9)))
-variant("exchanged_memory_of_one", lambda run: exchanged(run, range(3, 4)))
-
-
 def writes(params: list[Parameter]) -> None:
     with torch.no_grad():
         params[3].mul_(2)

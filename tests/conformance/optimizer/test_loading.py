@@ -6,7 +6,6 @@ import copy
 import os
 import shutil
 import threading
-import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint.loading import _Checkpoint
@@ -431,94 +429,6 @@ def test_what_is_saved_comes_back_equal(name: str, world: int | None, tmp_path: 
     state = {"model": with_state(jobs.of(None, seed=9), copy.deepcopy(odd)).model.state_dict(), "extra": None}
     dcp.load(state, checkpoint_id=tmp_path)
     assert repr(state["extra"]) == repr(odd)
-
-
-# ---- extra of each rank (issue 44)
-
-
-def kept_extras(folder: Path) -> list[str]:
-    return [
-        key for key in checkpoint.Reader(folder).description.metadata.state_dict_metadata if key.startswith("extra")
-    ]
-
-
-@pytest.mark.parametrize("with_model", [True, False])
-def test_each_rank_has_its_own_extra_again(with_model: bool, tmp_path: Path) -> None:
-    """Rank 1 has what rank 0 has, without being the same objects, and on another device than tensors name; rank 3 has none."""
-
-    def of(rank: int) -> Any:
-        name = "".join(["run", "1"])  # not one object for both
-        tensors = torch.full((3, 4), 2.0 if rank == 2 else 1.0).t()
-        return None if rank == 3 else {"rng": tensors, "a": name, "b": name if rank else "".join(["run", "1"])}
-
-    def save(comm: Any) -> None:
-        job = jobs.of(comm)
-        checkpoint.save(tmp_path, job.model if with_model else None, job.opt, of(comm.rank))
-
-    def load(comm: Any) -> Any:
-        job = jobs.of(comm)
-        return checkpoint.load(tmp_path, job.model if with_model else None, job.opt)
-
-    on_ranks(4, save)
-    assert kept_extras(tmp_path) == ["extra", "extra_of_rank_2"]
-    assert_bitwise_equal(on_ranks(4, load), [of(0), of(0), of(2), of(0)])
-    with pytest.warns(UserWarning, match="different extra of its 4 ranks: 2 ranks load that of rank 0"):
-        assert_bitwise_equal(on_ranks(2, load), [of(0)] * 2)
-    with pytest.warns(UserWarning, match="1 ranks load that of rank 0"):
-        assert_bitwise_equal(load(None), of(0))
-    state = {"extra": None}
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert_bitwise_equal(state["extra"], of(0))
-    assert_bitwise_equal(_load_state_dict_from_keys({"extra"}, checkpoint_id=tmp_path)["extra"], of(0))
-
-
-def test_extras_of_torchs_ranks(rank_pool: Any, tmp_path: Path) -> None:
-    """Rank 0 without one."""
-    assert rank_pool(2).run(_extras, str(tmp_path)) == [(None, 3), ({"rank": 1}, 3)]
-    assert kept_extras(tmp_path / "a") == ["extra_of_rank_1"] and kept_extras(tmp_path / "b") == ["extra"]
-
-
-def _extras(rank: int, world: int, folder: str) -> Any:
-    checkpoint.save(f"{folder}/a", Model(), extra={"rank": rank} if rank else None)
-    checkpoint.save(f"{folder}/b", Model(), extra=3 if rank == 0 else None)
-    return checkpoint.load(f"{folder}/a", Model()), checkpoint.load(f"{folder}/b", Model())
-
-
-def test_a_large_extra_takes_its_size_once(tmp_path: Path) -> None:
-    """On the rank that writes it, and beside what is loaded; tensors are not counted."""
-    extra = {"mean": torch.ones(4 << 20)}  # 16 MiB
-    peaks = []
-
-    def counted(call: Callable[[], Any]) -> Any:
-        barrier.wait(60)
-        tracemalloc.reset_peak()
-        found = call()
-        barrier.wait(60)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        return found
-
-    def train(comm: Any) -> None:
-        counted(lambda: checkpoint.save(tmp_path, Model(), jobs_of[comm.rank].opt, extra))
-        if comm.rank == 0:
-            reader = checkpoint.Reader(tmp_path)
-            tracemalloc.reset_peak()
-            assert_bitwise_equal(reader.read_object("extra"), extra)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-
-    barrier = threading.Barrier(2)
-    jobs_of: dict[int, Job] = {}
-
-    def make(comm: Any) -> None:
-        jobs_of[comm.rank] = jobs.of(comm)
-        train(comm)
-
-    checkpoint.save(tmp_path, Model(), extra=1)  # what is imported
-    tracemalloc.start()
-    try:
-        on_ranks(2, make)
-    finally:
-        tracemalloc.stop()
-    assert 16 << 20 <= max(peaks) < 22 << 20, peaks
 
 
 def test_a_flat_dict_of_a_torch_optimizer(tmp_path: Path) -> None:
