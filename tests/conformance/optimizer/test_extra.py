@@ -96,7 +96,8 @@ def test_a_large_extra_takes_its_size_once(tmp_path: Path) -> None:
         jobs_of[comm.rank] = jobs.of(comm)
         train(comm)
 
-    checkpoint.save(tmp_path, Model(), extra=1)  # what is imported
+    on_ranks(2, lambda comm: checkpoint.save(tmp_path, Model(), jobs.of(comm).opt, 1))  # what is imported
+    checkpoint.Reader(tmp_path).read_object("extra")
     tracemalloc.start()
     try:
         on_ranks(2, make)
