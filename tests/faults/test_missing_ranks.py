@@ -34,9 +34,9 @@ FIRST_S, LIMIT_S = 0.5, 1.8  # so there are reports after 0.5 and 1 s
 
 
 @contextlib.contextmanager
-def stderr_lines(lines: list[str]) -> Iterator[None]:
+def stderr_lines(lines: list[str], first_s: float = FIRST_S) -> Iterator[None]:
     """What this process, native code too, writes to stderr meanwhile; reports come early."""
-    table = replace(patience.PATIENCE, report_s=FIRST_S)
+    table = replace(patience.PATIENCE, report_s=first_s)
     with tempfile.TemporaryFile("w+") as file, mock.patch.object(patience, "PATIENCE", table):
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -139,15 +139,15 @@ def test_a_rank_that_calls_alone_is_told_who_is_missing(
             assert said and seconds <= float(said[1]) < seconds + 0.4, line
 
 
-def waits(comm: Communicator, call: str) -> tuple[str, list[str]]:
+def waits(comm: Communicator, call: str, first_s: float) -> tuple[str, list[str]]:
     """Rank 1 of three does not come."""
-    comm._native.report_after(FIRST_S)
+    comm._native.report_after(first_s)
     lines: list[str] = []
-    with stderr_lines(lines) if comm.backend != "local" else contextlib.nullcontext():
+    with stderr_lines(lines, first_s) if comm.backend != "local" else contextlib.nullcontext():
         if call != "exchange":
             gather(comm)[1].synchronize()
         if comm.rank == 1:
-            time.sleep(2 * LIMIT_S)
+            time.sleep(comm.timeout_s + LIMIT_S)
             return "", lines
         calls = {"barrier": comm.barrier, "exchange": lambda: comm.exchange(b"")}
         with pytest.raises(CommTimeout) as error:
@@ -159,7 +159,9 @@ def waits(comm: Communicator, call: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("call", ["barrier", "exchange", "all_gather"])
 def test_collectives_of_a_communicator_tell_it_too(place: str, call: str, ranks: Any, capfd: Any) -> None:
     """By the lowest rank that waits, in the words of the operation where there is no other."""
-    results = ranks(place, 3, waits, call, timeout_s=LIMIT_S)
+    # Between hosts a rank tells what it does once a second.
+    first_s, limit_s = (FIRST_S, LIMIT_S) if place in ("local", "shm") else (2.5, 4.5)
+    results = ranks(place, 3, waits, call, first_s, timeout_s=limit_s)
     name = {"barrier": "Communicator.barrier"}.get(call, call)
     known = ", has made no call" if call == "exchange" else ""
     missing = rf"Not arrived: rank 1 \((?!.*rank [02]).*has not called {name}, .*\): call it on all ranks"
@@ -167,7 +169,7 @@ def test_collectives_of_a_communicator_tell_it_too(place: str, call: str, ranks:
         assert re.search(missing, text) and known.strip(", ") in text, text
     told = [line for _, lines in results for line in lines] + capfd.readouterr().err.splitlines()
     told = [line for line in told if "has waited" in line]
-    assert 1 <= len(told) <= 4, told  # a rank that is asked between hosts answers late on a busy machine
+    assert 1 <= len(told) <= 2, told  # a rank that is asked between hosts answers late on a busy machine
     for line in told:
         assert "[bucketwheel rank 0/3 comm 'faulty'] has waited" in line and re.search(missing, line), line
 
