@@ -413,7 +413,7 @@ NO_EXEC = "_cpu.so: failed to map segment from shared object"
 
 @pytest.mark.parametrize("where", ["compiler", "import", "load", "cache"])
 def test_a_folder_is_named_where_no_compiler_would_do_better(tree: TinyTree, where: str) -> None:
-    """issue 44"""
+    """A full disk and a folder that is mounted noexec (issue 44)."""
     code = LOAD
     if where == "compiler":
         tree.make_compiler(before=f'echo "{NO_ROOM}" >&2; exit 1')
@@ -422,9 +422,8 @@ def test_a_folder_is_named_where_no_compiler_would_do_better(tree: TinyTree, whe
         tree.write("bindings/module.cpp", MODULE.replace("PyObject* module = ", raised + "PyObject* module = "))
     elif where == "load":
         tree.run()
-        code = "import importlib.machinery as m\nfrom bucketwheel.native import modules\ndef fail(*_): raise ImportError('NO_EXEC')\n".replace(
-            "NO_EXEC", NO_EXEC
-        )
+        code = "import importlib.machinery as m\nfrom bucketwheel.native import modules\n"
+        code += f"def fail(*_): raise ImportError({NO_EXEC!r})\n"
         code += "m.ExtensionFileLoader.exec_module = fail\n" + LOAD
     else:
         code = "import pathlib\ndef fail(*_, **__): raise OSError(28, 'No space left on device')\n"

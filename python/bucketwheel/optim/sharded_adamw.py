@@ -557,7 +557,8 @@ class ShardedAdamW(Optimizer):
 
         The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
         Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
-        parameters that cannot be trained and keys that look like an option, RuntimeError on all ranks where they were given different ones.
+        parameters that cannot be trained and keys that look like an option, RuntimeError on all ranks where they were given
+        different ones.
         """
         if isinstance(param_group, dict):  # else torch says so
             expect_group_keys(param_group, self.defaults, _OPTIONS)
