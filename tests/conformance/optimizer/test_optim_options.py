@@ -97,7 +97,8 @@ REFUSED = {
     **dict.fromkeys(["capturable", "differentiable"], "all have the constructor's, False"),
 }
 OWN = """name group_name names layer layer_id param_name lr_scale lr_mult wd_mult decay_mult base_lr initial_lr max_lr
-    min_lr lr0 lrs l d k r swa_lr lr_max scheduled_lr weight_lr_power weight_sum warmup_steps train_mode momentum beta beta1 beta3 use_muon
+    min_lr lr0 lrs l d k r swa_lr lr_max scheduled_lr weight_lr_power weight_sum warmup_steps
+    train_mode momentum beta beta1 beta3 use_muon
     d0 d_max d_coef d_numerator growth_rate use_bias_correction safeguard_warmup fsdp_in_use slice_p eps2 used is_frozen
     correct_bias no_deprecation_warning no_weight_decay lookahead_k alpha trust_ratio""".split()
 
