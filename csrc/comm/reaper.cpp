@@ -27,7 +27,7 @@ struct Reaper {
     for (;;) {
       std::vector<Handle::Keepalive> now;  // freed without the lock
       std::lock_guard lock(mutex);
-      if (has_stopped) {
+      if (has_stopped && !waiting.empty()) {
         new std::vector<Handle::Keepalive>(std::move(waiting));
         waiting.clear();
       }

@@ -24,7 +24,7 @@ from bucketwheel.testing import assert_bitwise_equal
 from tests.support.counting_backend import CountingBackend, compiles_in_threads
 from tests.support.optim_twins import run_local
 
-pytestmark = compiles_in_threads
+pytestmark = [compiles_in_threads, pytest.mark.timeout_s(300)]
 
 
 class Model(nn.Module):
@@ -92,7 +92,7 @@ def train(comm: Communicator, way: Callable[[Model, Any], Call], reentrant: bool
 def on_ranks(world: int, way: Callable[[Model, Any], Call], reentrant: bool | None, **options: Any) -> list[Any]:
     """One thread of a rank compiles after the other: Dynamo's state is that of the process."""
     torch._dynamo.reset()
-    return run_local(world, lambda comm: train(comm, way, reentrant, **options), timeout_s=90)
+    return run_local(world, lambda comm: train(comm, way, reentrant, **options), timeout_s=250)
 
 
 CASES: list[tuple[Callable[[Model, Any], Call], bool | None, dict[str, Any]]] = [
