@@ -54,8 +54,10 @@ bool Reports::is_due(std::chrono::nanoseconds waited) const {
 void Reports::tell(std::chrono::nanoseconds waited, std::chrono::nanoseconds limit, const std::string& who,
                    const std::string& what) {
   using Seconds = std::chrono::duration<double>;
-  last_ns_ = Clock::now().time_since_epoch().count();
-  if (!what.empty()) {
+  const int64_t now = Clock::now().time_since_epoch().count();
+  int64_t last = last_ns_;
+  const bool is_mine = now - last >= waited.count() / 2 && last_ns_.compare_exchange_strong(last, now);
+  if (is_mine && !what.empty()) {
     std::fprintf(stderr, "[bucketwheel %s] has waited %.1f s in %s. It gives up after %.0f s\n", who.c_str(),
                  Seconds(waited).count(), what.c_str(), Seconds(limit).count());
   }

@@ -13,7 +13,7 @@ namespace bucketwheel {
 
 // [Note: who is missing] A wait for other ranks is told to stderr after 10, 20, 40 s and so on, and the error at its end
 // says the same: which ranks are missing, what this rank has called, and what each of those has called last.
-//   - Python names a call at its public entry (comm/public_call.py). Of nested calls the outermost counts.
+//   - Python names a call at its public entry (PublicCall of bindings/comm_py.h). Of nested calls the outermost counts.
 //   - On one host the name lies in the rank's record of the control segment. Between hosts the rank's progress key has it.
 //   - The line is written where the wait is, without the GIL, by the lowest of the ranks that wait: a log gets one line for
 //     each communicator and time, and rank 0's log gets it unless rank 0 is missing.
@@ -55,7 +55,8 @@ class Reports {
   void set_first(std::chrono::nanoseconds first) { first_ns_ = first.count(); }
   // Whether a wait that has lasted so long is to be told.
   bool is_due(std::chrono::nanoseconds waited) const;
-  // Tells it: one line for `who` about the wait for `what`, which ends after `limit`. Nothing where `what` is empty.
+  // Tells it: one line for `who` about the wait for `what`, which ends after `limit`. Nothing where `what` is empty, or
+  // where another wait has just told it.
   void tell(std::chrono::nanoseconds waited, std::chrono::nanoseconds limit, const std::string& who,
             const std::string& what);
 

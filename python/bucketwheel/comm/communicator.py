@@ -10,9 +10,9 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from bucketwheel.comm.arguments import (
 from bucketwheel.comm.backends import LocalRank, RankGroup, agreed_name, expect_group
 from bucketwheel.comm.handle import Handle
 from bucketwheel.comm.nccl import NcclChoices, NcclSetup
-from bucketwheel.comm.public_call import PublicCall
 from bucketwheel.device import CPU, device_index, device_named, native_stream, torch_device
 from bucketwheel.errors import Error, expect_int
 from bucketwheel.native import core
@@ -37,10 +36,12 @@ from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
 from bucketwheel.torch_internals import increment_version, keep_out_of_graphs, timeout_of
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "name_methods"]
 
 _USUAL_S = 600.0  # where no process group has a timeout
 _LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
+
+_Type = TypeVar("_Type", bound=type)
 
 _numbers = itertools.count()
 _open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -384,7 +385,7 @@ class Communicator:
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
         flags = torch.empty(self.size, dtype=torch.uint8, device=torch_device(self.device))
-        with PublicCall(self, "Communicator.barrier"):
+        with core.PublicCall(self._natives, "Communicator.barrier"):
             return Handle(self._native.all_gather([flags], [flags[self.rank : self.rank + 1]]), self).synchronize(
                 seconds
             )
@@ -516,3 +517,23 @@ def _close_open(grace_s: float) -> None:
 @functools.cache
 def _close_all_at_exit() -> None:
     atexit.register(_close_all)
+
+
+def name_methods(prefix: str, *names: str) -> Callable[[_Type], _Type]:
+    """A decorator of classes: the methods ``names`` are public calls of the object, to the ranks of its ``_natives``.
+    [Note: who is missing], csrc/comm/public_call.h."""
+
+    def named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with core.PublicCall(self._natives, name):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    def decorate(cls: _Type) -> _Type:
+        for name in names:
+            setattr(cls, name, named(getattr(cls, name), prefix + name))
+        return cls
+
+    return decorate

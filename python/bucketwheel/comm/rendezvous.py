@@ -41,8 +41,8 @@ class Rendezvous:
     def __init__(
         self, base: dist.Store, rank: int, size: int, timeout_s: float, prefix: str = "", call: str = ""
     ) -> None:
-        """``prefix``: of the keys in ``base``, these ranks' alone. ``call``: what ranks call to come here, for messages; else they
-        make a communicator."""
+        """``prefix``: of the keys in ``base``, these ranks' alone. ``call``: what ranks call to come here, for messages; without
+        one they make a communicator."""
         self.base, self.prefix = base, prefix
         self.store = dist.PrefixStore(prefix, base) if prefix else base
         self.rank = rank

@@ -66,7 +66,7 @@ class Reducer(Protocol):
 
     @property
     def _natives(self) -> tuple[Any, ...]:
-        """Of the communicators, for `PublicCall`."""
+        """Of the communicators, for `core.PublicCall`."""
 
     @property
     def _replicate(self) -> Communicator | None:

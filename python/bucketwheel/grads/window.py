@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.public_call import PublicCall
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.grads import agreement
 from bucketwheel.grads.bucket import GradBucket, expect_gradient_of, in_memory_order
@@ -479,7 +478,7 @@ class GradWindow:
     def expect_done_by_all(self, what: str, error: Exception | None) -> None:
         """Raises ``error``, on the other ranks ValueError with its text, if ``what`` has failed on any. Collective."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        with self._lock, PublicCall(self.comm, what.partition(" ")[0]):
+        with self._lock, core.PublicCall(self.comm._natives, what.partition(" ")[0]):
             everyone = self._exchange(what, text.encode()[: self.comm.max_payload_bytes // 2])
         if error is not None:
             raise error
@@ -505,7 +504,7 @@ class GradWindow:
             agreement.raise_different_questions(self.infos, what, [len(other) // 8 for other in everyone], missing)
 
     def norms(self, indices: Sequence[int], ord: float) -> Tensor:
-        with self._lock, PublicCall(self.comm, "clip_grad_norm_ or another norm of gradients"):
+        with self._lock, core.PublicCall(self.comm._natives, "clip_grad_norm_ or another norm of gradients"):
             self._close_for("norms", indices)
             return self.reduced.norms(indices, ord)
 
@@ -543,14 +542,14 @@ class GradWindow:
         """
         dtypes = {self.infos[i].dtype for i in indices}
         self.captures.refuse_scaler()
-        with self._lock, PublicCall(self.comm, "GradScaler.unscale_"):
+        with self._lock, core.PublicCall(self.comm._natives, "GradScaler.unscale_"):
             self.close(f"unscale {' and '.join(sorted(map(str, dtypes)))}")
             held = [i for i, is_held in enumerate(self.held) if is_held and self.infos[i].dtype in dtypes]
             found_inf.copy_(self.reduced.found_inf(found_inf))
             self.reduced.factors.scale(held, inv_scale)
 
     def clamp(self, indices: Sequence[int], low: float | None, high: float | None) -> None:
-        with self._lock, torch.no_grad(), PublicCall(self.comm, "clip_grad_value_"):
+        with self._lock, torch.no_grad(), core.PublicCall(self.comm._natives, "clip_grad_value_"):
             self._close_for("clamp", indices)
             for index in indices:
                 self.reduced.clamp(index, low, high)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.public_call import PublicCall
 from bucketwheel.comm.replicas import Reducer, reducer_of
 from bucketwheel.device import torch_device
 from bucketwheel.gathers.module_hooks import ModuleHook
 from bucketwheel.layout.digests import bytes_of
 from bucketwheel.layout.flat_params import is_plain
+from bucketwheel.native import core
 from bucketwheel.optim.given_modules import buffers_of, params_of
 from bucketwheel.optim.param_groups import communicators_for
 from bucketwheel.optim.rank_checks import expect_equal_lines
@@ -107,7 +107,7 @@ class ModuleSync:
         if self._reducer is None or module is not self._model():  # a copy of the model has the hook too
             return
         if self._is_due:  # DDP raises no versions here either: backward of a forward before may need the buffer
-            with PublicCall(self._reducer, "forward of a model with sync_module"):
+            with core.PublicCall(self._reducer._natives, "forward of a model with sync_module"):
                 self._broadcast([buffer for _, buffer in buffers_of(module)])
         self._is_due = torch.is_grad_enabled() and not _is_accumulating(module)
 

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from bucketwheel.checkpoint.piece import Buffers
 from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.comm.backends import LocalRank
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.public_call import PublicCall, name_methods
+from bucketwheel.comm.communicator import Communicator, name_methods
 from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.layout.precision import Precision
+from bucketwheel.native import core
 from bucketwheel.optim import full_state
 from bucketwheel.optim import state_dict as states
 from bucketwheel.optim.foreign_steps import refuse_foreign_steps
@@ -158,7 +158,7 @@ class ShardedAdamW(Optimizer):
     """
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
-    _natives: tuple[Any, ...] = ()  # of `PublicCall`; the constructor calls add_param_group before it has any
+    _natives: tuple[Any, ...] = ()  # of `core.PublicCall`; the constructor calls add_param_group before it has any
 
     def __init__(
         self,
@@ -689,7 +689,7 @@ def _make_engine(
         options.expect_capturable_on(trained.device, comm)
         if comm is None:
             return LocalEngine(trained.infos, device=trained.device, options=options)
-        with PublicCall(comm, "ShardedAdamW"):
+        with core.PublicCall(comm._natives, "ShardedAdamW"):
             return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others, owned)
     except BaseException:
         close_all(owned, 0.0)
