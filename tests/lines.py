@@ -1,7 +1,8 @@
 """How much there is to read: lines of code, without blank lines, comments and docstrings.
 
-    python tests/lines.py           # csrc, python (stubs too) and tests
+    python tests/lines.py           # csrc, python (the generated stub apart) and tests
     python tests/lines.py --files   # and each file
+    python tests/lines.py --rooms   # and each room, as BUDGETS of tests/test_layering.py has them
     python tests/lines.py --trip    # the files that one gradient passes, tests/trip.txt
 
 A line of more than 120 columns counts as its length / 120. Tests count all their lines, as `wc -l` does.
@@ -78,6 +79,18 @@ def sources(folder: str) -> list[Path]:
     return sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in NATIVE | PYTHON and "_csrc" not in p.parts)
 
 
+def rooms() -> dict[str, int]:
+    """The lines of each room: a folder of csrc, a folder of the package (what stands beside these is "python")."""
+    found: dict[str, float] = defaultdict(float)
+    for path in sources("csrc"):
+        found[str(path.parent.relative_to(ROOT))] += code_lines(path)
+    for path in sources("python"):
+        if path.suffix == ".py":
+            parts = path.parent.relative_to(ROOT / "python" / "bucketwheel").parts
+            found["/".join(("python", *parts))] += code_lines(path)
+    return {room: round(lines) for room, lines in sorted(found.items())}
+
+
 def tests() -> list[Path]:
     return [p for p in sources("tests") if "__pycache__" not in p.parts]
 
@@ -106,13 +119,18 @@ def tell_trip() -> None:
 def main(words: list[str]) -> None:
     if "--trip" in words:
         return tell_trip()
+    if "--rooms" in words:
+        for room, lines in rooms().items():
+            print(f"{lines:7} {room}")
     total = 0.0
     for folder in ("csrc", "python"):
         counts = {path: code_lines(path) for path in sources(folder)}
+        stub = sum(counts.pop(path) for path in list(counts) if path.suffix == ".pyi")
         if "--files" in words:
             for path, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"{round(count):7} {path.relative_to(ROOT)}")
-        print(f"{folder}: {round(sum(counts.values()))} lines of code in {len(counts)} files")
+        apart = f", {round(stub)} of generated stub apart" if stub else ""
+        print(f"{folder}: {round(sum(counts.values()))} lines of code in {len(counts)} files{apart}")
         total += sum(counts.values())
     print(f"csrc + python: {round(total)} lines of code")
     print(f"tests: {sum(map(all_lines, tests()))} lines in {len(tests())} files")
