@@ -29,7 +29,7 @@ POLICIES = ["resync", "error", "ignore"]
 def test_what_was_written_and_what_was_moved(policy: str) -> None:
     params, edits = watched(policy)
     is_strict = policy == "error"
-    nothing = Edits(frozenset(), -1, is_strict, False)
+    nothing = Edits(frozenset(), -1, False)
     assert edits.find() == nothing
     with torch.no_grad():
         params[1].mul_(2)
@@ -50,7 +50,7 @@ def test_what_was_written_and_what_was_moved(policy: str) -> None:
 def test_a_loaded_state_is_followed_and_no_edit(policy: str) -> None:
     params, edits = watched(policy)
     edits.expect_loaded_model()
-    loaded = Edits(frozenset(), -1, False, policy == "ignore")
+    loaded = Edits(frozenset(), -1, policy == "ignore")
     with torch.no_grad():
         params[1].mul_(2)
     assert edits.find() == loaded
@@ -58,4 +58,4 @@ def test_a_loaded_state_is_followed_and_no_edit(policy: str) -> None:
     assert edits.find().refused == (2 if policy == "error" else -1), "moved all the same"
     edits.note_written()
     edits.note_bound()
-    assert edits.find() == Edits(frozenset(), -1, policy == "error", False)
+    assert edits.find() == Edits(frozenset(), -1, False)

@@ -9,16 +9,15 @@ a ``master_param``, so that either kind loads what the other one saved.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "first_written",
     "follow_param",
     "forget_master",
+    "is_rounded",
     "join_master",
     "load_master",
     "master_of",
@@ -55,29 +54,16 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where(joined.isnan(), param.to(torch.float32), joined)
 
 
-def _bits(a: Tensor) -> Tensor:
-    return a.view(torch.int16)
-
-
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    return _bits(a) == _bits(b)
+    return a.view(torch.int16) == b.view(torch.int16)
 
 
-def _is_rounded(param: Tensor, master: Tensor) -> Tensor:
-    """Of each element, whether ``param`` is what ``master`` rounds to."""
-    is_rounded = _same_bits(master.to(param.dtype), param) | (param.isnan() & master.isnan())
+def is_rounded(param: Tensor, master: Tensor) -> Tensor:
+    """Returns of each element whether ``param`` is what ``master`` rounds to."""
+    is_same = _same_bits(master.to(param.dtype), param) | (param.isnan() & master.isnan())
     if param.dtype == torch.bfloat16:
-        is_rounded |= _same_bits(split_master(master)[0], param)  # saved by an optimizer that keeps remainders
-    return is_rounded
-
-
-def first_written(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """The first of the pairs of a parameter and its master that is not what the master rounds to, or -1. Waits for the
-    device."""
-    # An exclusive or: torch compares, and asks for any, several times more slowly.
-    others = [(_bits(master.to(param.dtype)) ^ _bits(param)).count_nonzero() for param, master in pairs]
-    suspects = itertools.compress(range(len(pairs)), torch.stack(others).tolist() if others else ())
-    return next((i for i in suspects if not _is_rounded(*pairs[i]).all()), -1)
+        is_same |= _same_bits(split_master(master)[0], param)  # saved by an optimizer that keeps remainders
+    return is_same
 
 
 def follow_param(param: Tensor, state: dict[str, Tensor]) -> None:
@@ -88,7 +74,7 @@ def follow_param(param: Tensor, state: dict[str, Tensor]) -> None:
     """
     if "master_param" in state:
         master = state["master_param"]
-        master.copy_(torch.where(_is_rounded(param, master), master, param.to(master.dtype)))
+        master.copy_(torch.where(is_rounded(param, master), master, param.to(master.dtype)))
 
 
 def take_param(param: Tensor, state: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import FlatParams, ParamInfo
-from bucketwheel.layout.masters import first_written, follow_param, take_param
+from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
 from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shard_memory import ShardRow, ShardSpace
@@ -160,17 +160,3 @@ class Space:
         """`follow_param`, or `take_param`, for this rank's part of all parameters."""
         for segment in self.packing.segments(self.rank):
             (take_param if whole else follow_param)(self._own(segment), self._states_in(segment))
-
-    def first_written(self) -> int:
-        """The index of a parameter of which this rank's part is not what its masters round to, or -1. Waits for the device."""
-        masters = self.states.get("master_param")
-        if masters is None:
-            return -1
-        shards = [(b.begin + self.rank * b.shard_numel, b.shard_begin, b.shard_numel) for b in self.packing.buckets]
-        segments = [(s.flat_begin, s.shard_begin, s.numel) for s in self.packing.segments(self.rank)]
-        for ranges in (shards, segments):  # all of them, which is quick; where they differ, one by one
-            pairs = [(self.flat.flat.narrow(0, a, n), masters.narrow(0, b, n)) for a, b, n in ranges]
-            found = first_written(pairs)
-            if found < 0:
-                return -1
-        return self.indices[self.packing.segments(self.rank)[found].param]

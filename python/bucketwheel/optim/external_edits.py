@@ -2,7 +2,7 @@
 
 They may have given one other memory (`model.to()`, ``p.data = x``), which its address shows, or written to it (a loaded
 model, a moving average, clamping), which its version counter shows. Writes through ``p.data``, numpy and collectives
-raise no version: beside a master the kernel finds them (`AdamRows`), and for "error" a comparison before the step does.
+raise no version: "error" does not see them, and beside a master the kernel takes them as for "resync" (`AdamRows`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ __all__ = ["Edits", "ExternalEdits"]
 @dataclass(frozen=True)
 class Edits:
     """Parameters by index. ``moved``: have other memory. ``refused``: the first that ``on_external_update="error"`` refuses,
-    or -1. ``compares``: that option refuses also those that are not what their masters round to. ``follows``: "ignore"
-    takes them for their masters all the same, once, since the model may have been loaded after the states."""
+    or -1. ``follows``: "ignore" takes them for their masters all the same, once, since the model may have been loaded after
+    the states."""
 
     moved: frozenset[int]
     refused: int
-    compares: bool
     follows: bool
 
 
@@ -63,12 +62,12 @@ class ExternalEdits:
         moved: frozenset[int] = frozenset()
         if pointers != self._pointers:
             moved = frozenset(i for i, pointer in enumerate(pointers) if pointer != self._pointers[i])
-        refused, compares = -1, self._policy == "error" and not self._is_loaded
+        refused = -1
         if self._policy == "error":
-            versions = [param._version for param in self._params]
-            written = [i for i, version in enumerate(versions) if compares and version != self._versions[i]]
+            versions = [] if self._is_loaded else [param._version for param in self._params]
+            written = [i for i, version in enumerate(versions) if version != self._versions[i]]
             refused = min([*moved, *written], default=-1)
-        return Edits(moved, refused, compares, self._policy == "ignore" and self._is_loaded)
+        return Edits(moved, refused, self._policy == "ignore" and self._is_loaded)
 
     def note_written(self) -> None:
         """The optimizer has written to its parameters, or has taken what others wrote."""
@@ -81,7 +80,7 @@ class ExternalEdits:
         self._pointers = [-1 if i in but else param.data_ptr() for i, param in enumerate(self._params)]
 
     def expect_loaded_model(self) -> None:
-        """A state was loaded: masters are compared with the parameters at the next step, whatever ``policy`` is."""
+        """A state was loaded, so the model may be loaded too: until the next step that is no edit, whatever ``policy`` is."""
         self._is_loaded = True
 
     @staticmethod

@@ -22,7 +22,7 @@ from bucketwheel.grads.reduced import clip_coefficient
 from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
-from bucketwheel.layout.masters import first_written, follow_param, take_param
+from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, ShardSpace, StepInputs
 from bucketwheel.native import core
@@ -180,11 +180,8 @@ class LocalEngine:
         """Parameters that were moved are bound again; masters that were loaded are read again where the kernel does not."""
         self.bind_moved()
         edits = self._edits.find()
-        refused = edits.refused
-        if refused < 0 and edits.compares and not core.is_capturing(self._device):
-            refused = self._first_written()
-        if refused >= 0:
-            raise ExternalEdits.refusal(self.infos[refused])
+        if edits.refused >= 0:
+            raise ExternalEdits.refusal(self.infos[edits.refused])
         if edits.follows:
             self.announce_write()
         for info, state in zip(self.infos, self.states, strict=True) if edits.follows else ():
@@ -203,12 +200,6 @@ class LocalEngine:
                     )
                 own = torch.empty_strided(info.param.shape, stride, dtype=info.dtype, device=info.device)
                 info.param.data = own.copy_(info.param.data)
-
-    def _first_written(self) -> int:
-        """The first parameter that is not what its master rounds to, or -1. Waits for the device."""
-        with_master = [i for i, state in enumerate(self.states) if "master_param" in state]
-        found = first_written([(self.infos[i].param.detach(), self.states[i]["master_param"]) for i in with_master])
-        return with_master[found] if found >= 0 else -1
 
     def announce_write(self, indices: Collection[int] | None = None) -> None:
         for observe in tuple(self.write_observers):

@@ -140,9 +140,9 @@ class ShardedAdamW(Optimizer):
         on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
             model, a moving average, ``p.data.clamp_()``, ``dist.broadcast(p.data, 0)``), the same on all ranks.
             ``"resync"`` goes on from what was written, element by element; ``"error"`` raises RuntimeError on all ranks,
-            naming it, before anything is updated (with a master the step compares, so the host waits for a CUDA device;
-            without one, writes that raise no version are taken); ``"ignore"`` goes on from the master weight, if there
-            is one. docs/numerics.md, "Writes by others". See `reload_master_params`.
+            naming it, before anything is updated, if its version counter or address shows the write (``p.data``, NumPy and
+            collectives raise no version: such writes are taken as by ``"resync"``); ``"ignore"`` goes on from the master
+            weight, if there is one. docs/numerics.md, "Writes by others". See `reload_master_params`.
         full_state_dict: from the first step on `state_dict` is collective, and on rank 0 it is `full_state_dict`: for
             frameworks, which save that of rank 0 (docs/frameworks.md, "Checkpoints").
 

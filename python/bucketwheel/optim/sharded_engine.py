@@ -325,14 +325,10 @@ class ShardedEngine:
 
         Or RuntimeError on all ranks where that is asked for, and nothing is read.
         """
-        is_capturing = core.is_capturing(self.device)
-        if is_capturing:
+        if core.is_capturing(self.device):
             self._expect_settled(edits)
         if self.options.on_external_update == "error":
-            refused = edits.refused
-            if refused < 0 and edits.compares and not is_capturing:
-                refused = next((i for space in self.spaces if (i := space.first_written()) >= 0), -1)
-            rank, index = self._first_of_any_rank(refused)
+            rank, index = self._first_of_any_rank(edits.refused)
             if index >= 0:
                 raise ExternalEdits.refusal(self.infos[index], rank)
         if edits.moved or edits.follows:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard, warn_of_part
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import first_written, follow_param, saved_names
+from bucketwheel.layout.masters import follow_param, is_rounded, saved_names
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
 from bucketwheel.torch_internals import call_of_torch, calling_stager
@@ -326,7 +326,7 @@ def _expect_weight(engine: Engine, info: ParamInfo, master: _Value | int | None)
     """ValueError for a master that the step would drop, because the parameter is not what it rounds to."""
     if isinstance(master, _Value) and engine.follows_params:
         param = states.cut(info.param.detach(), info, engine.owned_ranges(info.index))
-        if first_written([(param, master.tensor.to(torch.float32))]) >= 0:
+        if not is_rounded(param, master.tensor.to(torch.float32)).all():
             raise ValueError(
                 f"optimizer.state of {info.name!r}: master_param is not what the parameter is rounded from, and the weight "
                 "follows the parameter; write to the parameter"

@@ -376,10 +376,9 @@ def moves(params: list[Parameter]) -> None:
 def an_edit_is_an_error_before_anything_is_updated(run: Run) -> None:
     """On all ranks where one has it, until it is told."""
     some_steps(run, 0)
-    for edit in (writes, hides, by_loading, moves):
+    for edit in (writes, by_loading, moves):
         run.backward(1)
-        has_master = not run.is_reference and "master_param" in run.opt._engine.states[3]
-        if not run.is_reference and (has_master or edit is not hides):
+        if not run.is_reference:
             before = values_of(run)
             if run.rank == run.world - 1:
                 edit(run.params)

@@ -87,7 +87,8 @@ def test_what_is_clamped_or_half_loaded_is_the_weight(world: int | None, dtype: 
 
 
 def written_by_collectives(rank: int, world: int, how: str) -> None:
-    """Rank 0 alone loads, and broadcasts; then the ranks average what each has added. No call of c10d raises a version."""
+    """Rank 0 alone loads, and broadcasts; then the ranks average what each has added. No call of c10d raises a version, so
+    that "error" takes it as "resync" does."""
     params = make_params(torch.bfloat16)[:7]
     named = [(f"weight{i}", p) for i, p in enumerate(params)]
     opt = ShardedAdamW(named, 0.0, weight_decay=0.0, on_external_update=how, **TINY)
@@ -104,13 +105,6 @@ def written_by_collectives(rank: int, world: int, how: str) -> None:
                     dist.all_reduce(p)
         written = [p.detach().clone() for p in params]
         sum(p.sum() for p in params).backward()
-        if how == "error":
-            with pytest.raises(
-                RuntimeError, match=r"parameter 'weight6' was modified on rank 0 .*reload_master_params"
-            ):
-                opt.step()
-            assert_bitwise_equal([p.detach() for p in params], written)
-            opt.reload_master_params()
         opt.step()
         opt.zero_grad()
         assert_bitwise_equal([p.detach() for p in params], before if how == "ignore" else written)
