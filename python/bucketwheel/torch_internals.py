@@ -24,7 +24,6 @@ __all__ = [
     "increment_version",
     "keep_out_of_graphs",
     "loads_its_own_way",
-    "module_behind",
     "override_stale_capture_stream",
     "set_default_timeout",
     "storage_info",
@@ -111,21 +110,6 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 def storage_users(tensor: torch.Tensor) -> int:
     """How many hold the storage of a tensor: itself, views of it, other tensors made of it; and as many as it takes to ask."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def module_behind(params: Any) -> torch.nn.Module | None:
-    """The module whose parameters an iterator yields that has not begun: what ``parameters()`` or ``named_parameters()``
-    returned, also inside of `filter` or of a generator expression. None where that cannot be told, as of a list."""
-    while params is not None:
-        if isinstance(params, filter):
-            params = params.__reduce__()[1][1]
-            continue
-        frame = getattr(params, "gi_frame", None)
-        seen = {} if frame is None else frame.f_locals
-        if isinstance(seen.get("self"), torch.nn.Module):
-            return seen["self"]
-        params = seen.get(".0")
-    return None
 
 
 def calling_stager() -> tuple[Any, bool] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,10 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import Reducer, reducer_of
 from bucketwheel.device import torch_device
 from bucketwheel.gathers.module_hooks import ModuleHook
-from bucketwheel.layout.digests import bytes_of
 from bucketwheel.layout.flat_params import is_plain
 from bucketwheel.native import core
-from bucketwheel.optim.given_modules import buffers_of, params_of
 from bucketwheel.optim.param_groups import communicators_for
-from bucketwheel.optim.rank_checks import expect_equal_lines
+from bucketwheel.optim.rank_checks import bytes_of, expect_equal_lines
 from bucketwheel.optim.sharded_engine import engine_of
 
 __all__ = ["ModuleSync", "sync_module"]
@@ -89,7 +87,7 @@ class ModuleSync:
             return
         try:
             self._reducer = reducer_of(self._comms[0], self._comms[1] if len(self._comms) > 1 else None)
-            held = [*_untrained(model), *(buffers_of(model) if buffers != "none" else ())]
+            held = [*_untrained(model), *(_buffers_of(model) if buffers != "none" else ())]
             _expect_equal(self._reducer, held)
             tensors = [tensor for _, tensor in held]
             self._broadcast(tensors, is_first=True)
@@ -108,7 +106,7 @@ class ModuleSync:
             return
         if self._is_due:  # DDP raises no versions here either: backward of a forward before may need the buffer
             with core.PublicCall(self._reducer._natives, "forward of a model with sync_module"):
-                self._broadcast([buffer for _, buffer in buffers_of(module)])
+                self._broadcast([buffer for _, buffer in _buffers_of(module)])
         self._is_due = torch.is_grad_enabled() and not _is_accumulating(module)
 
     @torch.no_grad()
@@ -163,7 +161,7 @@ class _BeforeForward(ModuleHook):
 
 def _own_communicators(model: nn.Module, process_group: Any, replicate_group: Any) -> list[Communicator]:
     """As the optimizer makes them; those that are given are split, for their operations may be in any order with ours."""
-    devices = [tensor.device for _, tensor in [*params_of(model), *buffers_of(model)]]
+    devices = [tensor.device for _, tensor in [*_params_of(model), *_buffers_of(model)]]
     device = next((one for one in devices if one.type == "cuda"), torch.device("cpu"))
     found: list[Communicator] = []
     with contextlib.ExitStack() as stack:
@@ -177,9 +175,24 @@ def _own_communicators(model: nn.Module, process_group: Any, replicate_group: An
     return found
 
 
+def _params_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns the parameters that DDP would make equal on all ranks, by name."""
+    return _not_ignored(model, model.named_parameters())
+
+
+def _buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns the buffers that DDP would make equal on all ranks, persistent or not, by name."""
+    return _not_ignored(model, model.named_buffers())
+
+
+def _not_ignored(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(name, tensor) for name, tensor in tensors if name not in ignored]
+
+
 def _untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters that no sharded optimizer trains."""
-    return [(name, param) for name, param in params_of(model) if engine_of(param) is None]
+    return [(name, param) for name, param in _params_of(model) if engine_of(param) is None]
 
 
 def _is_accumulating(model: nn.Module) -> bool:

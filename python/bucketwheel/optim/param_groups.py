@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from bucketwheel.comm.arguments import seconds_of
 from bucketwheel.comm.backends import LocalRank, expect_group, expect_unlaunched
@@ -20,7 +21,6 @@ from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo, expect_apart, row_numel
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
-from bucketwheel.optim.given_modules import GivenModules
 
 __all__ = [
     "OptimizerOptions",
@@ -29,6 +29,7 @@ __all__ = [
     "communicators_for",
     "expect_group_keys",
     "expect_hyperparameters",
+    "frozen_in",
     "group_texts",
 ]
 
@@ -157,57 +158,66 @@ def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int | None:
     return value
 
 
-def collect_params(
-    param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = (), given: GivenModules | None = None
-) -> list[ParamInfo]:
+def _params_in(param_groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, bool, Parameter]]:
+    """Yields each parameter with its group, its name, and whether it has one: else the name says where it is."""
+    for g, group in enumerate(param_groups):
+        names = group.get("param_names") or ()
+        if len(names) != len(group["params"]):  # or parameters were put there by hand
+            names = [""] * len(group["params"])
+        for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            yield g, name or f"group {g} parameter {i}", bool(name), param
+
+
+def frozen_in(param_groups: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor]]:
+    """Returns the frozen parameters of the groups, by name."""
+    return [(name, param) for _, name, _, param in _params_in(param_groups) if not param.requires_grad]
+
+
+def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Tensor] = ()) -> list[ParamInfo]:
     """The trainable parameters of all groups that are not ``known``, in order; their indices go on behind those.
 
-    ValueError or TypeError naming the first that cannot be trained. ``given``: the modules that they come from.
+    ValueError or TypeError naming the first that cannot be trained.
     """
-    given = given or GivenModules()
     infos: list[ParamInfo] = []
     devices = {param.device for param in known}
     first: dict[Tensor, str] = {}
-    for g, group in enumerate(param_groups):
-        for (name, is_named), param in zip(given.names_in(param_groups, g), group["params"], strict=True):
-            if not param.requires_grad or param in known:
-                continue
-            if param in first:
-                raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
-            first[param] = name
-            if type(param.data) is not Tensor or param.layout != torch.strided:
-                hint = "; ShardedAdamW shards by itself: leave fully_shard or distribute_tensor out, or pass to_local()"
-                raise TypeError(
-                    f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
-                    f"{hint if hasattr(param, 'to_local') else ''}"
-                )
-            if param.is_neg():
-                raise ValueError(
-                    f"parameter {name!r} is a negative view (is_neg()), whose memory lacks the sign; give it memory of "
-                    "its own, p.data = p.data.resolve_neg()"
-                )
-            if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
-                raise ValueError(
-                    f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
-                    "float64 on cpu and cuda are supported"
-                )
-            devices.add(param.device)
-            if len(devices) > 1:
-                another = next(iter(devices - {param.device}))
-                raise ValueError(
-                    f"parameter {name!r} is on {param.device}, others on {another}; all must be on one device"
-                )
-            if param.grad_dtype not in (None, param.dtype):
-                raise ValueError(
-                    f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder "
-                    "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
-                    "is what they are summed in)"
-                )
-            granularity = _granularity(group, param, name)
-            index = len(known) + len(infos)
-            kind = (param.dtype, param.stride(), param.device)
-            infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named))
-    expect_apart(infos, [*given.frozen_in(param_groups), *(("a parameter given before", p) for p in known)])
+    for g, name, is_named, param in _params_in(param_groups):
+        if not param.requires_grad or param in known:
+            continue
+        if param in first:
+            raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
+        first[param] = name
+        if type(param.data) is not Tensor or param.layout != torch.strided:
+            hint = "; ShardedAdamW shards by itself: leave fully_shard or distribute_tensor out, or pass to_local()"
+            raise TypeError(
+                f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
+                f"{hint if hasattr(param, 'to_local') else ''}"
+            )
+        if param.is_neg():
+            raise ValueError(
+                f"parameter {name!r} is a negative view (is_neg()), whose memory lacks the sign; give it memory of "
+                "its own, p.data = p.data.resolve_neg()"
+            )
+        if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
+            raise ValueError(
+                f"parameter {name!r} is {param.dtype} on {param.device}; float32, bfloat16, float16 and "
+                "float64 on cpu and cuda are supported"
+            )
+        devices.add(param.device)
+        if len(devices) > 1:
+            another = next(iter(devices - {param.device}))
+            raise ValueError(f"parameter {name!r} is on {param.device}, others on {another}; all must be on one device")
+        if param.grad_dtype not in (None, param.dtype):
+            raise ValueError(
+                f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder "
+                "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
+                "is what they are summed in)"
+            )
+        granularity = _granularity(param_groups[g], param, name)
+        index = len(known) + len(infos)
+        kind = (param.dtype, param.stride(), param.device)
+        infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named))
+    expect_apart(infos, [*frozen_in(param_groups), *(("a parameter given before", p) for p in known)])
     expect_uniform_flags(param_groups)
     return infos
 

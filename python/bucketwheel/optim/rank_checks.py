@@ -7,15 +7,25 @@ import struct
 import warnings
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from bucketwheel._version import __version__
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
-from bucketwheel.layout.digests import digests_of
+from bucketwheel.device import buffer_of
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 
-__all__ = ["compare_values", "expect_equal_lines", "expect_equal_layout", "expect_equal_places"]
+__all__ = [
+    "bytes_of",
+    "compare_values",
+    "digests_of",
+    "expect_equal_layout",
+    "expect_equal_lines",
+    "expect_equal_places",
+]
+
+_FOLDED = 1024  # bytes
 
 
 def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Sequence[str], options: object) -> None:
@@ -28,7 +38,7 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
         for info in infos
     ]
     counts = struct.pack("<qq", len(groups), len(infos))
-    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
+    digests = [_digest(line.encode()) for line in lines]
     payload = counts + b"".join(digests[: (comm.max_payload_bytes - len(counts)) // 8])
     everyone = comm.exchange(payload)
     if all(other == payload for other in everyone):
@@ -72,35 +82,38 @@ def _first_unequal(everyone: Sequence[bytes], begin: int = 0) -> int:
 
 def expect_equal_lines(comm: Reducer, lines: Sequence[str]) -> None:
     """RuntimeError on every rank, naming the first that is not the same on all. Collective."""
-    payload = b"".join(hashlib.sha256(line.encode()).digest()[:8] for line in lines)[: comm.max_payload_bytes]
+    payload = b"".join(_digest(line.encode()) for line in lines)[: comm.max_payload_bytes]
     everyone = comm.exchange(payload)
     if len(set(everyone)) > 1:
         raise RuntimeError(f"ranks disagree on {lines[_first_unequal(everyone)]} (here on rank {comm.rank})")
 
 
-def compare_values(comm: Reducer, infos: Sequence[ParamInfo], others: Sequence[tuple[str, Tensor]]) -> None:
+def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[tuple[str, Tensor]]) -> None:
     """RuntimeError on every rank where one was given the parameters without names in another order than rank 0: they have
     the values of rank 0's, at other places. Other values are all right, rank 0's are taken.
 
-    A warning on every rank where ``others``, which have names and stay as they are, have other values. Collective.
+    A warning on every rank where ``frozen`` parameters, which stay as they are, have other values. Collective.
     """
     unnamed = [info for info in infos if not info.is_named]
-    params = digests_of([info.param for info in unnamed])
-    others = [(name, other) for name, other in others if is_plain(other)]
-    named = [
-        hashlib.sha256(f"{name} {tuple(other.shape)} {other.dtype}".encode() + value).digest()[:8]
-        for (name, other), value in zip(others, digests_of([other for _, other in others]), strict=True)
-    ]
-    sums = [hashlib.sha256(b"".join(values)).digest() for values in (params, named)]
-    everyone = comm.exchange(b"".join(sums))
-    if len({one[: len(sums[0])] for one in everyone}) > 1:
-        _expect_equal_order(unnamed, comm.exchange(b"".join(params)[: comm.max_payload_bytes]))
-    if len({one[len(sums[0]) :] for one in everyone}) > 1:
-        _warn_of_unequal([name for name, _ in others], comm.exchange(b"".join(named)[: comm.max_payload_bytes]))
+    frozen = [(name, param) for name, param in frozen if is_plain(param)]
+    trained, kept = digests_of([info.param for info in unnamed]), digests_of([param for _, param in frozen])
+    payload = b"".join([_digest(b"".join(kept)), *trained, *kept])[: comm.max_payload_bytes // 8 * 8]
+    everyone = [[of[at : at + 8] for at in range(0, len(of), 8)] for of in comm.exchange(payload)]
+    _expect_equal_order(unnamed, [of[1 : 1 + len(unnamed)] for of in everyone])
+    if len({of[0] for of in everyone}) > 1:
+        by_param = zip((name for name, _ in frozen), *(of[1 + len(unnamed) :] for of in everyone), strict=False)
+        unequal = [repr(name) for name, *values in by_param if len(set(values)) > 1]
+        warnings.warn(
+            f"frozen parameters differ between ranks: {', '.join(unequal[:3]) or 'their number'}"
+            f"{', ...' if len(unequal) > 3 else ''}. The optimizer gives all ranks rank 0's trainable parameters only, where "
+            "DDP gives them its frozen parameters and buffers too: call bucketwheel.sync_module(model) before, with "
+            "buffers='forward' if forwards write to buffers (BatchNorm)",
+            stacklevel=5,  # the call of the optimizer's class
+        )
 
 
-def _expect_equal_order(infos: Sequence[ParamInfo], everyone: Sequence[bytes]) -> None:
-    first, *rest = ([of[at : at + 8] for at in range(0, len(of), 8)] for of in everyone)
+def _expect_equal_order(infos: Sequence[ParamInfo], everyone: Sequence[Sequence[bytes]]) -> None:
+    first, *rest = everyone
     for rank, mine in enumerate(rest, 1):
         moved = [i for i, (a, b) in enumerate(zip(first, mine, strict=True)) if a != b]
         if moved and sorted(first[i] for i in moved) == sorted(mine[i] for i in moved):
@@ -113,16 +126,27 @@ def _expect_equal_order(infos: Sequence[ParamInfo], everyone: Sequence[bytes]) -
             )
 
 
-def _warn_of_unequal(names: Sequence[str], everyone: Sequence[bytes]) -> None:
-    size = min(map(len, everyone))
-    unequal = [i for i in range(size // 8) if len({of[8 * i : 8 * i + 8] for of in everyone}) > 1]
-    shown = ", ".join(repr(names[i]) for i in unequal[:3]) or "their number"
-    warnings.warn(
-        f"frozen parameters and buffers differ between ranks: {shown}{', ...' if len(unequal) > 3 else ''}. The optimizer "
-        "gives all ranks rank 0's trainable parameters only, where DDP gives them its frozen parameters and buffers too: "
-        "call bucketwheel.sync_module(model) before, with buffers='forward' if forwards write to buffers (BatchNorm)",
-        stacklevel=6,  # the call of the optimizer's class
-    )
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements in the order of their indices as uint8 ``[bytes]``: the tensor's memory where that has this order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # strides of what is empty may be anything
+
+
+def digests_of(tensors: Sequence[Tensor]) -> list[bytes]:
+    """The bytes of each tensor, wherever it lies, in 8. Reads everything once; the host gets at most 2 KiB of each."""
+    folded = [_folded(bytes_of(one)).cpu() for one in tensors]
+    return [_digest(buffer_of(one)) for one in folded]
+
+
+def _folded(data: Tensor) -> Tensor:
+    """Adds up what is longer than `_FOLDED` bytes, as int64, on its device."""
+    whole = data.numel() // _FOLDED * _FOLDED
+    rows = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
+    return torch.cat([rows.view(torch.int64).view(-1, _FOLDED // 8).sum(0).view(torch.uint8), data[whole:]])
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def expect_equal_places(comm: Communicator, places: Mapping[str, tuple[int, int]]) -> None:

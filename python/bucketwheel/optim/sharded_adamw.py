@@ -28,7 +28,6 @@ from bucketwheel.native import core
 from bucketwheel.optim import full_state
 from bucketwheel.optim import state_dict as states
 from bucketwheel.optim.foreign_steps import refuse_foreign_steps
-from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
     OptimizerOptions,
@@ -36,6 +35,7 @@ from bucketwheel.optim.param_groups import (
     communicators_for,
     expect_group_keys,
     expect_hyperparameters,
+    frozen_in,
     group_texts,
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
@@ -148,13 +148,13 @@ class ShardedAdamW(Optimizer):
 
     Raises:
         ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
-        RuntimeError: ranks disagree on the parameters, their order or the options. Names are compared, of
-            ``named_parameters()`` or of an iterator such as ``parameters()`` that has not begun; of parameters without, values.
+        RuntimeError: ranks disagree on the parameters, their order or the options. Names are compared where
+            ``named_parameters()`` gave them; of parameters without, values.
 
     Replaces optimizers that train some of the parameters; their next call raises `ClosedError`. ValueError on all ranks while
     one of them has gradients that no step has used.
 
-    Warns where frozen parameters or buffers, as far as it sees them, differ between ranks: `sync_module`.
+    Warns where frozen parameters that it is given differ between ranks. It sees no buffers: `sync_module`.
     """
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
@@ -209,11 +209,10 @@ class ShardedAdamW(Optimizer):
             decoupled_weight_decay=decoupled_weight_decay,
             granularity=None,  # torch's checkpoints look for the keys of one optimizer's groups in another's
         )
-        given = GivenModules.of(params)  # before the iterators are used up
         super().__init__(params, defaults)
         keep_out_of_graphs()
         refuse_foreign_steps()
-        trained = self._trained = TrainedParams(self.param_groups, given)
+        trained = self._trained = TrainedParams(self.param_groups)
         precision = Precision(
             master_weights, state_dtype, reduce_dtype, accum_dtype, bool(self.param_groups[0]["amsgrad"])
         )
@@ -232,8 +231,7 @@ class ShardedAdamW(Optimizer):
             full_state_dict=not not full_state_dict,
         )
         groups = (process_group, replicate_group)
-        others = given.frozen_in(self.param_groups)
-        self._made_engine = _make_engine(trained, self.param_groups, options, *groups, timeout_s, others)
+        self._made_engine = _make_engine(trained, self.param_groups, options, *groups, timeout_s)
         self._natives = self._made_engine._natives
         self._made_engine.watch(trained.frozen)
         if capturable:
@@ -679,7 +677,6 @@ def _make_engine(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None,
     replicate_group: dist.ProcessGroup | Communicator | None,
     timeout_s: float | None,
-    others: Sequence[tuple[str, Tensor]],
 ) -> LocalEngine | ShardedEngine:
     """The engine for the parameters, with the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
@@ -690,7 +687,8 @@ def _make_engine(
         if comm is None:
             return LocalEngine(trained.infos, device=trained.device, options=options)
         with core.PublicCall(comm._natives, "ShardedAdamW"):
-            return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, others, owned)
+            frozen = frozen_in(param_groups)
+            return ShardedEngine(comm, trained.infos, group_texts(param_groups), options, replicate, frozen, owned)
     except BaseException:
         close_all(owned, 0.0)
         raise

@@ -62,8 +62,8 @@ class Assembly:
 class ShardedEngine:
     """One rank's share of the optimizer. Every method that communicates is called by all ranks in the same order.
 
-    States are sharded over ``comm``; with ``replicate`` so many times over. ``reducer`` is all ranks of both. ``others``:
-    frozen parameters and buffers, to warn of. ``owned``: communicators that end with this.
+    States are sharded over ``comm``; with ``replicate`` so many times over. ``reducer`` is all ranks of both. ``frozen``:
+    parameters, to warn of. ``owned``: communicators that end with this.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardedEngine:
         groups: Sequence[str],
         options: OptimizerOptions,
         replicate: Communicator | None = None,
-        others: Sequence[tuple[str, Tensor]] = (),
+        frozen: Sequence[tuple[str, Tensor]] = (),
         owned: Sequence[Communicator] = (),
     ) -> None:
         self.comm = comm
@@ -106,7 +106,7 @@ class ShardedEngine:
         expect_free(self._comms, {owner_of(info.param) for info in infos})
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
-            compare_values(self.reducer, infos, others)
+            compare_values(self.reducer, infos, frozen)
             expect_dense(infos)
             take_over(infos, self.reducer)
             claim([*self._comms, *named(infos)], self)

@@ -19,7 +19,6 @@ from bucketwheel.device import CPU, device_index
 from bucketwheel.grads.agreement import Facts
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
-from bucketwheel.optim.given_modules import GivenModules
 from bucketwheel.optim.param_groups import collect_params
 
 __all__ = ["Hyperparameters", "Regrouping", "TrainedParams"]
@@ -40,12 +39,12 @@ class Regrouping:
 class TrainedParams:
     """The parameters that an optimizer trains, by index, and those of its groups that are frozen, or not taken in, so far."""
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]], given: GivenModules) -> None:
+    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self.infos: list[ParamInfo] = []
         self.index_of: dict[Tensor, int] = {}
         self.frozen: list[Tensor] = []
         self._grouped: list[list[Tensor]] = []  # the groups' parameters when they were taken in last
-        self.note(collect_params(param_groups, given=given), param_groups)
+        self.note(collect_params(param_groups), param_groups)
         everything = [p for group in param_groups for p in group["params"]]
         # States that were loaded while their parameters were frozen. An entry goes when its parameter is taken in.
         self.loaded: dict[Tensor, dict[str, Any]] = {}

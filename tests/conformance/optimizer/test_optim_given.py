@@ -1,4 +1,4 @@
-"""What the optimizer knows of the modules that its parameters come from, and what it refuses or warns of for that."""
+"""What the optimizer is given: parameters that share memory, no process group, another order, frozen ones that differ."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class Tiny(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         self.base = nn.Linear(4, 4).requires_grad_(False)
-        self.register_buffer("table", torch.randn(8))
-        self.register_buffer("unsaved", torch.arange(3), persistent=False)
 
 
 def tied_by_data(model: Tiny) -> Any:
@@ -37,11 +35,6 @@ def tied_by_data(model: Tiny) -> Any:
 def over_slices(model: Tiny, first: slice, second: slice) -> Any:
     memory = torch.zeros(10)
     return [Parameter(memory[first]), Parameter(memory[second])]
-
-
-def tied_to_buffer(model: Tiny) -> Any:
-    model.table = model.first.weight.data.view(-1)[30:]
-    return model.parameters()
 
 
 def tied_to_frozen(model: Tiny) -> Any:
@@ -56,7 +49,6 @@ TIES: dict[str, tuple[Callable[[Tiny], Any], str]] = {
         "'group 0 parameter 0' shares memory with 'group 0 parameter 1'",
     ),
     "one inside another": (lambda model: over_slices(model, slice(0, 10), slice(2, 4)), "parameter 1' shares memory"),
-    "a buffer": (tied_to_buffer, "'table' shares memory with 'first.weight'"),
     "a frozen one": (tied_to_frozen, "'group 0 parameter 2' shares memory with 'group 0 parameter 0'"),
     "given twice": (lambda model: [*model.parameters(), model.first.weight], "parameter 4' is given twice"),
 }
@@ -84,24 +76,6 @@ def test_parameters_that_share_memory_are_refused_by_name(tie: str, world: int |
         ShardedAdamW(model.first.parameters(), process_group=comm and comm.split(0)).step()
 
     on_ranks(world, body)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda model: model.parameters(),
-        lambda model: filter(lambda p: p.requires_grad, model.parameters()),
-        lambda model: (p for p in model.parameters() if p.requires_grad),
-        lambda model: [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 0.5}],
-    ],
-    ids=["parameters", "filter", "expression", "groups"],
-)
-def test_parameters_of_a_generator_have_their_names(given: Callable[[Tiny], Any]) -> None:
-    model = Tiny()
-    opt = ShardedAdamW(given(model))
-    names = {"first.weight", "second.weight"} if len(opt.param_groups) == 1 else {"weight", "group 1 parameter 0"}
-    assert {info.name for info in opt._engine.infos} == names
-    assert "param_names" not in opt.state_dict()["param_groups"][0], "torch has it only where names were given"
 
 
 def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,32 +128,15 @@ def test_unnamed_parameters_in_another_order_are_refused_on_all_ranks(world: int
     on_ranks(world, body)
 
 
-def test_names_of_a_generator_are_compared() -> None:
-    def body(comm: Communicator) -> None:
-        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in ("ab" if comm.rank == 0 else "ba")})
-        with pytest.raises(RuntimeError, match=r"ranks disagree on parameter 0: '[ab].weight'"):
-            ShardedAdamW(model.parameters(), process_group=comm)
-
-    on_ranks(2, body)
-
-
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 1)])
-@pytest.mark.parametrize("given", ["generator", "groups", "list", "ignored"])
-def test_frozen_parameters_and_buffers_that_differ_are_warned_of(given: str, seeds: tuple[int, int]) -> None:
-    expected = {
-        "generator": "'base.weight', 'base.bias', 'table'",
-        "groups": "'base.weight', 'base.bias', 'table'",
-        "list": "'group 0 parameter 2', 'group 0 parameter 3'",  # a list has lost its module
-        "ignored": "'base.weight', 'base.bias'",
-    }[given]
+@pytest.mark.parametrize("is_named", [True, False])
+def test_frozen_parameters_that_differ_are_warned_of(is_named: bool, seeds: tuple[int, int]) -> None:
+    expected = "'base.weight', 'base.bias'" if is_named else "'group 0 parameter 2', 'group 0 parameter 3'"
     models = [(torch.manual_seed(seed), Tiny())[1] for seed in seeds]
-    for model in models if given == "ignored" else ():
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table"])
 
     def body(comm: Communicator) -> None:
         model = models[comm.rank]
-        params: Any = list(model.parameters()) if given == "list" else model.parameters()
-        ShardedAdamW([{"params": params}] if given == "groups" else params, process_group=comm).step()
+        ShardedAdamW(model.named_parameters() if is_named else model.parameters(), process_group=comm).step()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

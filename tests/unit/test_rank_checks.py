@@ -1,11 +1,11 @@
-"""Digests: equal for equal values wherever and however they lie, others for others."""
+"""Rank checks: digests are equal for equal values wherever and however they lie, others for others."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bucketwheel.layout.digests import digests_of
+from bucketwheel.optim.rank_checks import digests_of
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 255, 1031, 70001])
