@@ -6,18 +6,20 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 __all__ = [
     "after_backward",
     "all_gather",
     "another_connection",
+    "before_join",
     "call_of_torch",
     "calling_stager",
     "fsdp2_groups",
@@ -73,6 +75,19 @@ def after_backward(callback: Callable[[], None]) -> None:
     `DistributedDataParallel`, which writes to ``p.grad``; in the streams in which ``backward()`` was called."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+def before_join(check: Callable[[Sequence[Any]], None]) -> None:
+    """From now on, in the whole process, ``check`` gets what torch's Join is given, where it is entered and enabled. torch tells
+    only the things that it is given."""
+    enter = Join.__enter__
+
+    def check_and_enter(join: Any) -> Any:
+        if join._enable:
+            check(join._joinables)
+        return enter(join)
+
+    Join.__enter__ = check_and_enter  # type: ignore[method-assign]
 
 
 def override_stale_capture_stream() -> None:

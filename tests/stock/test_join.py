@@ -64,14 +64,15 @@ def test_a_rank_without_inputs_goes_on_as_ddp_does_for_it(rank_pool: Callable[[i
     rank_pool(2).run(train_without_inputs)
 
 
-def train_joined(rank: int, world: int, what: str) -> tuple[str, str, float]:
+def train_joined(rank: int, world: int, what: str) -> tuple[str, float]:
     model = make_model()
     wrapped = DistributedDataParallel(model)
     with ShardedAdamW(model.parameters(), lr=0.01) as optimizer:
         before = time.monotonic()
-        for batch in batches_of(1):  # one epoch without
-            loss_of(wrapped, batch).backward()
-            optimizer.step()
+        with wrapped.join(enable=False):
+            for batch in batches_of(1):
+                loss_of(wrapped, batch).backward()
+                optimizer.step()
         try:
             joined: Any = {"wrapper": [wrapped], "optimizer": [optimizer], "both": [wrapped, optimizer]}[what]
             with Join(joined):
@@ -79,18 +80,16 @@ def train_joined(rank: int, world: int, what: str) -> tuple[str, str, float]:
                     loss_of(wrapped, batch).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-        except (RuntimeError, TypeError) as error:
-            return type(error).__name__, str(error), time.monotonic() - before
+        except TypeError as error:
+            return str(error), time.monotonic() - before
         finally:
             optimizer.zero_grad()
             dist.barrier()
-    return "", "", 0.0
+    return "", 0.0
 
 
-@pytest.mark.parametrize(
-    ("what", "kind"), [("wrapper", "RuntimeError"), ("optimizer", "TypeError"), ("both", "TypeError")]
-)
-def test_join_is_refused_on_all_ranks_at_once(rank_pool: Callable[[int], RankPool], what: str, kind: str) -> None:
-    for found, text, took_s in rank_pool(2).run(train_joined, what):
-        assert found == kind and took_s < 10
+@pytest.mark.parametrize("what", ["wrapper", "optimizer", "both"])
+def test_join_is_refused_on_all_ranks_at_once(rank_pool: Callable[[int], RankPool], what: str) -> None:
+    for text, took_s in rank_pool(2).run(train_joined, what):
+        assert took_s < 10
         assert "torch's Join" in text and "goes on making the optimizer's calls without a backward" in text

@@ -25,7 +25,6 @@ A `DistributedDataParallel` around the model is answered too: [Note: reducer und
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import sys
 import warnings
@@ -35,13 +34,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
-from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.native import core
 
 __all__ = ["GradOwner", "ShardedGrad"]
@@ -443,25 +440,10 @@ def _warn_of_reducer() -> None:
     )
 
 
-_wrappers: weakref.WeakKeyDictionary[GradOwner, list[Any]] = weakref.WeakKeyDictionary()  # of its parameters: weakly
-
-
-def _expect_no_join(grad: ShardedGrad) -> None:
-    """RuntimeError where the wrapper is in torch's Join. Local: all ranks with inputs come here in their first backward, and
-    one without waits in a collective of Join's."""
-    owner = grad.owner
-    if owner not in _wrappers:  # once: nothing leads from the reducer to its wrapper
-        found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-        _wrappers[owner] = [weakref.ref(one) for one in found if any(p.grad is grad for p in one.parameters())]
-    if any((one := wrapper()) is not None and one._join_config.enable for wrapper in _wrappers[owner]):
-        raise RuntimeError(f"the model's DistributedDataParallel wrapper is in torch's Join. {NO_JOIN}")
-
-
 def _read_by_reducer(op: Any, grad: Tensor, other: Any, *, out: Tensor) -> Tensor:
     if not isinstance(grad, ShardedGrad) or isinstance(out, ShardedGrad) or not _is_in_backward():
         raise _NotAnswered
     _warn_of_reducer()
-    _expect_no_join(grad)
     grad.give_to_reducer()
     return out.zero_()
 

@@ -1,4 +1,4 @@
-"""Foreign steps: other optimizers cannot read the gradients of our parameters, and must not begin to.
+"""Foreign steps: other optimizers cannot read the gradients of our parameters, and must not begin to; nor torch's Join.
 
 `torch.compile` traces the hook, as part of the step of whatever optimizer it compiles: [Note: on the host].
 """
@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketwheel.checkpoint.tensor_shard import TensorShard
+from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.placeholder import ShardedGrad
+from bucketwheel.optim.sharded_engine import engine_of
+from bucketwheel.torch_internals import before_join
 
 __all__ = ["refuse_foreign_steps"]
 
@@ -22,9 +27,19 @@ def refuse_foreign_steps() -> None:
     """From now on the step of any optimizer raises where a ``p.grad`` is a placeholder: its `refusal`.
 
     Optimizers with a true attribute ``steps_sharded_grads`` pass: the one that holds the gradients, and wrappers that
-    only call its step.
+    only call its step. Join raises where it is given a module of our parameters.
     """
     register_optimizer_step_pre_hook(_before_any_step)
+    before_join(_before_any_join)
+
+
+def _before_any_join(joined: Sequence[Any]) -> None:
+    """TypeError for a DDP wrapper of our parameters: a rank that has joined would make its collectives, and none of ours."""
+    for wrapper in joined:
+        if isinstance(wrapper, nn.Module) and any(engine_of(p) is not None for p in wrapper.parameters()):
+            raise TypeError(
+                f"torch's Join was given a {type(wrapper).__name__} of a ShardedAdamW's parameters. {NO_JOIN}"
+            )
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
