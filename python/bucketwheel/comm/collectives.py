@@ -26,7 +26,7 @@ from bucketwheel.device import native_stream
 from bucketwheel.native import core
 from bucketwheel.torch_internals import increment_version
 
-__all__ = ["AllGatherRequest", "PreMulSum", "ReduceScatterRequest", "all_gather", "reduce_scatter"]
+__all__ = ["AllGatherRequest", "PreMulSum", "ReduceScatterRequest", "all_gather", "join", "reduce_scatter"]
 
 
 def all_gather(
@@ -71,6 +71,23 @@ def all_gather(
         handle = native.all_gather(*by_bytes(outs, ins), native_or_none, events, not not timing)
     increment_version(outs)
     return Handle(handle, comm)
+
+
+def join(comm: Communicator, part: torch.Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+    """The whole of what each rank has a ``part`` of, both 1-D. ``ranges``: by rank, where its elements belong. Collective."""
+    sizes = [sum(end - begin for begin, end in of_rank) for of_rank in ranges]
+    longest = max(sizes)
+    mine = part.new_zeros(longest)
+    mine[: part.numel()] = part
+    gathered = mine.new_empty(len(ranges) * longest)
+    comm._all_gather_into(gathered, mine).wait()
+    whole = mine.new_empty(sum(sizes))
+    for rank, of_rank in enumerate(ranges):
+        at = rank * longest
+        for begin, end in of_rank:
+            whole[begin:end] = gathered[at : at + end - begin]
+            at += end - begin
+    return whole
 
 
 def reduce_scatter(

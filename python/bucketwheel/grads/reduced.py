@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bucketwheel.comm.collectives import join
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import Uploads, buffer_of, torch_device
 from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
 from bucketwheel.layout.precision import norm_dtype_of
-from bucketwheel.layout.shards import join, ranges_of
+from bucketwheel.layout.shards import ranges_of
 from bucketwheel.native import core
 
 __all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import FlatParams, ParamInfo
 from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
@@ -16,30 +14,13 @@ from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shard_memory import ShardRow, ShardSpace
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["Space", "join", "ranges_of"]
+__all__ = ["Space", "ranges_of"]
 
 
 def ranges_of(packing: Packing, packed: int) -> list[list[tuple[int, int]]]:
     """By rank: what it owns of a packed parameter, [begin, end) in its memory order, ascending."""
     owned = (packing.owned(packed, rank) for rank in range(packing.world))
     return [[(s.param_begin, s.param_begin + s.numel) for s in segments] for segments in owned]
-
-
-def join(comm: Communicator, part: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-    """The whole of what each rank has a ``part`` of, both 1-D. ``ranges``: by rank, where its elements belong. Collective."""
-    sizes = [sum(end - begin for begin, end in of_rank) for of_rank in ranges]
-    longest = max(sizes)
-    mine = part.new_zeros(longest)
-    mine[: part.numel()] = part
-    gathered = mine.new_empty(len(ranges) * longest)
-    comm._all_gather_into(gathered, mine).wait()
-    whole = mine.new_empty(sum(sizes))
-    for rank, of_rank in enumerate(ranges):
-        at = rank * longest
-        for begin, end in of_rank:
-            whole[begin:end] = gathered[at : at + end - begin]
-            at += end - begin
-    return whole
 
 
 class Space:
@@ -119,15 +100,17 @@ class Space:
         numel = sum(s.numel for s in segments)
         return {name: shard.narrow(0, begin, numel) for name, shard in self.states.items()}
 
-    def _states_in(self, segment: Segment) -> dict[str, Tensor]:
+    def states_in(self, segment: Segment) -> dict[str, Tensor]:
+        """The states of ``segment``."""
         return {name: shard.narrow(0, segment.shard_begin, segment.numel) for name, shard in self.states.items()}
 
-    def _own(self, segment: Segment) -> Tensor:
+    def own(self, segment: Segment) -> Tensor:
+        """The elements of ``segment`` in the flat memory."""
         return self.flat.flat.narrow(0, segment.flat_begin, segment.numel)
 
     def value_parts(self, index: int) -> list[Tensor]:
         """This rank's part of the parameter ``index``, a view for each of its ranges, in the order of `state_of`."""
-        return [self._own(segment) for segment in self.owned(index)]
+        return [self.own(segment) for segment in self.owned(index)]
 
     def values_of(self, index: int) -> Tensor:
         """`value_parts`, one behind the other; a copy."""
@@ -150,13 +133,7 @@ class Space:
             if info.index >= 0
         ]
 
-    def add_row(self, rows: AdamRows, segment: Segment) -> None:
-        """Adds the kernel's row for ``segment``."""
-        info, grad = self._infos[segment.param], self.grad.narrow(0, segment.shard_begin, segment.numel)
-        state = self._states_in(segment)
-        rows.add(info.index, info.group, self._own(segment), grad, state, param_begin=segment.param_begin)
-
     def read_masters(self, *, whole: bool = False) -> None:
         """`follow_param`, or `take_param`, for this rank's part of all parameters."""
         for segment in self.packing.segments(self.rank):
-            (take_param if whole else follow_param)(self._own(segment), self._states_in(segment))
+            (take_param if whole else follow_param)(self.own(segment), self.states_in(segment))

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from bucketwheel.comm.collectives import join
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import reducer_of
 from bucketwheel.device import torch_device
@@ -27,7 +28,7 @@ from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
-from bucketwheel.layout.shards import Space, join
+from bucketwheel.layout.shards import Space
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits

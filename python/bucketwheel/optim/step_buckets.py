@@ -61,10 +61,9 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
         ranges = [(s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in segments]
         accumulator, places = accumulators.make(shard, ranges)
         first_row = int(rows.table.rows)
-        for s in segments:
-            space.add_row(rows, s)
         for place, s in zip(places, segments, strict=True):
-            piece = space.grad.narrow(0, s.shard_begin, s.numel)
+            piece, group = space.grad.narrow(0, s.shard_begin, s.numel), space.flat.infos[s.param].group
+            rows.add(params[s.param], group, space.own(s), piece, space.states_in(s), param_begin=s.param_begin)
             cut.pieces[params[s.param]].append(ShardPiece(piece, accumulator, place))
         numel = space.packing.world * bucket.shard_numel
         grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
