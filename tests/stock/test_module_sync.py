@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import bucketwheel as bw
 from bucketwheel.optim import module_sync
 from bucketwheel.testing import assert_bitwise_equal
-from tests.support import simulated_nccl
 from tests.support.optim_twins import run_local
 from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing
@@ -58,10 +57,8 @@ def batch(*numbers: int) -> Tensor:
     return torch.randn(8, 12, generator=torch.Generator().manual_seed(hash(numbers)))
 
 
-def train(
-    kind: str, rank: int, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, Tensor], list[Tensor], list[float], Vision]:
-    model = Vision(seed=rank).to(dtype)
+def train(kind: str, rank: int) -> tuple[dict[str, Tensor], list[Tensor], list[float], Vision]:
+    model = Vision(seed=rank)
     forward: nn.Module = model
     opt: Any
     waits: AbstractContextManager[Any]
@@ -76,12 +73,12 @@ def train(
         for micro in range(3):
             waits = (forward if kind == "ddp" else opt).no_sync() if micro < 2 else nullcontext()
             with waits:
-                forward(batch(step, micro, rank).to(dtype)).square().mean().backward()
+                forward(batch(step, micro, rank)).square().mean().backward()
         opt.step()
         opt.zero_grad()
         model.eval()
         with torch.no_grad():
-            losses += [float(forward(batch(step, number).to(dtype)).square().mean()) for number in range(2)]
+            losses += [float(forward(batch(step, number)).square().mean()) for number in range(2)]
         model.train()
     seen = model.seen
     if kind != "ddp":
@@ -102,9 +99,7 @@ def as_ddp_on(rank: int, world: int) -> list[float]:
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, ours[3].own)
     assert not torch.equal(everyone[0], everyone[1]), "DDP leaves it alone, and so does this"
-    narrow = train("ours", rank, torch.bfloat16)  # with masters, which DDP + AdamW does not have
-    assert narrow[2] == pytest.approx(ours[2], rel=0.1)
-    return ours[2] + narrow[2]
+    return ours[2]
 
 
 def test_training_with_buffers_is_ddps(rank_pool: Any) -> None:
@@ -192,17 +187,6 @@ def test_all_that_a_module_holds_is_that_of_the_first_rank(
             run_local(2, lambda comm: expect_first_ones(comm.rank, chunk, process_group=comm), device=device)
 
 
-def over_nccl(rank: int, world: int) -> None:
-    with simulated_nccl.simulated():
-        gathers, reduces = bw.Communicator.pair(timeout_s=30)
-        with gathers, reduces:
-            expect_first_ones(rank, 1 << 20, process_group=reduces)
-
-
-def test_all_that_a_module_holds_goes_over_nccl(rank_pool: Any) -> None:
-    rank_pool(2).run(over_nccl, timeout_s=60)
-
-
 def test_one_process_has_nothing_to_synchronise() -> None:
     model = Held(3)
     with bw.sync_module(model, "forward") as sync:
@@ -213,27 +197,15 @@ def test_one_process_has_nothing_to_synchronise() -> None:
 
 def test_modules_that_differ_are_refused_on_all_ranks() -> None:
     def body(comm: bw.Communicator) -> None:
-        for change, error, match in (
-            (
-                lambda model: model.register_buffer("more", torch.ones(1)),
-                RuntimeError,
-                "number of parameters and buffers: 1",
-            ),
-            (
-                lambda model: model.register_buffer("scalar", torch.ones(1)),
-                RuntimeError,
-                r"disagree on 'scalar': \(1?,?\)",
-            ),
-            (
-                lambda model: model.to("meta") if comm.rank else model,
-                RuntimeError,
-                "disagree on 'frozen.weight': .* on ",
-            ),
+        for change, match in (
+            (lambda model: model.register_buffer("more", torch.ones(1)), "has nothing more; rank 1 has 'more'"),
+            (lambda model: model.register_buffer("scalar", torch.ones(1)), r"rank 0 has 'scalar': \(\),"),
+            (lambda model: model.to("meta"), "rank 0 has 'frozen.weight': .* on "),
         ):
             model = Held(comm.rank)
-            if comm.rank or "meta" in match:
+            if comm.rank:
                 change(model)
-            with pytest.raises(error, match=match):
+            with pytest.raises(RuntimeError, match=match):
                 bw.sync_module(model, "forward", process_group=comm)
             assert not model._forward_pre_hooks
         with pytest.raises(ValueError, match=r"'frozen.weight': \(5, 3\).* on meta has no plain memory"):

@@ -208,7 +208,7 @@ def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
         for _, one in held
     ]
     lines = [f"{name!r}: {kind}" for (name, _), kind in zip(held, kinds, strict=True)]
-    expect_equal_lines(reducer, [f"the number of parameters and buffers: {len(held)}", *lines])
+    expect_equal_lines(reducer, lines)
     for (_, tensor), line in zip(held, lines, strict=True):
         if not is_plain(tensor):
             raise ValueError(f"sync_module: {line} has no plain memory that it could be broadcast into")

@@ -37,55 +37,32 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
         f"{info.group}, granularity {info.granularity or 'auto'}"
         for info in infos
     ]
-    counts = struct.pack("<qq", len(groups), len(infos))
-    digests = [_digest(line.encode()) for line in lines]
-    payload = counts + b"".join(digests[: (comm.max_payload_bytes - len(counts)) // 8])
-    everyone = comm.exchange(payload)
-    if all(other == payload for other in everyone):
-        return
-    if any(other.startswith(REPLICAS_MARK) for other in everyone):
-        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
-    numbers = [struct.unpack_from("<qq", other) for other in everyone]
-    if len(set(numbers)) > 1:
-        raise RuntimeError(
-            f"ranks disagree on the numbers of parameter groups and trainable parameters: {numbers} by rank"
-            f"{_first_apart(comm, lines[1 + len(groups) :], numbers, everyone)}"
-        )
-    raise RuntimeError(
-        f"ranks disagree on {lines[_first_unequal(everyone, len(counts))]} (here on rank {comm.rank}); every rank must "
-        "pass the same parameters in the same order, with the same options"
+    expect_equal_lines(
+        comm, lines, "; every rank must pass the same parameters in the same order, with the same options"
     )
 
 
-def _first_apart(
-    comm: Reducer, params: Sequence[str], numbers: Sequence[tuple[int, int]], everyone: Sequence[bytes]
-) -> str:
-    """Of which parameter rank 0 and another one say something else, if payloads reach as far. Collective."""
-    begins = [24 + 8 * groups for groups, _ in numbers]  # behind the counts and the options
-    for at in range((max(map(len, everyone)) - max(begins)) // 8):
-        found = [other[begin + 8 * at :][:8] for begin, other in zip(begins, everyone, strict=True)]
-        if len(set(found)) > 1:
-            mine = params[at] if at < len(params) else f"no parameter {at}"
-            said = [str(one, "utf-8", "ignore") for one in comm.exchange(mine.encode()[: comm.max_payload_bytes])]
-            other = next(rank for rank, one in enumerate(found) if one != found[0])
-            return f". The first difference: rank 0 has {said[0]}; rank {other} has {said[other]}"
-    return ""
+def expect_equal_lines(comm: Reducer, lines: Sequence[str], remedy: str = "") -> None:
+    """RuntimeError on every rank, with the first of ``lines`` that is not the same on all. Collective."""
+    payload = b"".join([struct.pack("<q", len(lines)), *(_digest(line.encode()) for line in lines)])
+    everyone = comm.exchange(payload[: comm.max_payload_bytes // 8 * 8])
+    if len(set(everyone)) == 1:
+        return
+    if any(other.startswith(REPLICAS_MARK) for other in everyone):
+        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
+    fewest = min(struct.unpack_from("<q", other)[0] for other in everyone)
+    by_line = enumerate(zip(*(_by_eight(other)[1:] for other in everyone), strict=False))
+    at = next((i for i, digests in by_line if len(set(digests)) > 1), fewest)
+    mine = lines[at] if at < len(lines) else "nothing more"
+    said = [str(one, "utf-8", "ignore") for one in comm.exchange(mine.encode()[: comm.max_payload_bytes])]
+    other = next((rank for rank, one in enumerate(said) if one != said[0]), 0)  # 0: they differ behind what is sent
+    raise RuntimeError(
+        f"ranks disagree on what they were given: rank 0 has {said[0]}; rank {other} has {said[other]}{remedy}"
+    )
 
 
-def _first_unequal(everyone: Sequence[bytes], begin: int = 0) -> int:
-    """Of the 8-byte digests from ``begin`` on, which differ."""
-    at = begin
-    while len({other[at : at + 8] for other in everyone}) == 1:
-        at += 8
-    return (at - begin) // 8
-
-
-def expect_equal_lines(comm: Reducer, lines: Sequence[str]) -> None:
-    """RuntimeError on every rank, naming the first that is not the same on all. Collective."""
-    payload = b"".join(_digest(line.encode()) for line in lines)[: comm.max_payload_bytes]
-    everyone = comm.exchange(payload)
-    if len(set(everyone)) > 1:
-        raise RuntimeError(f"ranks disagree on {lines[_first_unequal(everyone)]} (here on rank {comm.rank})")
+def _by_eight(payload: bytes) -> list[bytes]:
+    return [payload[at : at + 8] for at in range(0, len(payload), 8)]
 
 
 def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[tuple[str, Tensor]]) -> None:
@@ -98,7 +75,7 @@ def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[t
     frozen = [(name, param) for name, param in frozen if is_plain(param)]
     trained, kept = digests_of([info.param for info in unnamed]), digests_of([param for _, param in frozen])
     payload = b"".join([_digest(b"".join(kept)), *trained, *kept])[: comm.max_payload_bytes // 8 * 8]
-    everyone = [[of[at : at + 8] for at in range(0, len(of), 8)] for of in comm.exchange(payload)]
+    everyone = [_by_eight(of) for of in comm.exchange(payload)]
     _expect_equal_order(unnamed, [of[1 : 1 + len(unnamed)] for of in everyone])
     if len({of[0] for of in everyone}) > 1:
         by_param = zip((name for name, _ in frozen), *(of[1 + len(unnamed) :] for of in everyone), strict=False)

@@ -19,7 +19,7 @@ def test_ranks_that_add_different_groups_raise_on_all() -> None:
     def body(comm: Communicator) -> None:
         params = make_params()
         opt = ShardedAdamW(params[:4], process_group=comm, **TINY)
-        with pytest.raises(RuntimeError, match="ranks disagree on parameter 4"):
+        with pytest.raises(RuntimeError, match="ranks disagree on .* has parameter 4"):
             opt.add_param_group({"params": params[4:6] if comm.rank else params[6:8]})
         late = Parameter(torch.full((5,), float(comm.rank)))
         opt.add_param_group({"params": [late]})

@@ -229,19 +229,19 @@ DIFFERENT: dict[str, tuple[Callable[[Params], Any] | dict[str, Any], str]] = {
     "strides": (lambda ps: [("layer.0", Parameter(zeros(3, 4).t())), *ps[1:]], r"parameter 0: 'layer.0'.*strides"),
     "frozen": (
         lambda ps: [*ps[:2], (ps[2][0], ps[2][1].requires_grad_(False))],
-        r"numbers .*\(1, 3\), \(1, 2\).* rank 0 has parameter 2: 'layer.2' .*; rank 1 has no parameter 2$",
+        "rank 0 has parameter 2: 'layer.2' .*; rank 1 has nothing more",
     ),
     "one is missing": (
         lambda ps: [ps[0], ps[2]],
-        r"\(1, 2\).* rank 0 has parameter 1: 'layer.1' .*; rank 1 has .* 'layer.2'",
+        "rank 0 has parameter 1: 'layer.1' .*; rank 1 has .* 'layer.2'",
     ),
     "one more": (
         lambda ps: [*ps, ("new", zeros(9))],
-        r"\(1, 4\).* rank 0 has no parameter 3; rank 1 has parameter 3: 'new'",
+        "rank 0 has nothing more; rank 1 has parameter 3: 'new'",
     ),
     "groups": (
         lambda ps: [{"params": ps[:1]}, {"params": ps[1:]}],
-        r"numbers .*\(1, 3\), \(2, 3\).* rank 0 has parameter 1: .* group 0, .*; rank 1 has parameter 1: .* group 1",
+        "rank 0 has parameter 0: .* group 0, .*; rank 1 has parameter group 1",
     ),
     "granularity": (lambda ps: [{"params": ps, "granularity": 2}], r"parameter 0.*granularity"),
     "lr": ({"lr": 0.1}, r"parameter group 0: lr 0\.(001|1)"),
@@ -310,7 +310,9 @@ def test_learning_rates_of_a_static_graph_are_compared_to_debug(
         if comm.rank == 1:
             opt.param_groups[0]["lr"] = 0.2
         if is_debugging:
-            with pytest.raises(RuntimeError, match=r"ranks disagree on parameter group 0: lr 0\.[12]"):
+            with pytest.raises(
+                RuntimeError, match=r"rank 0 has parameter group 0: lr 0\.1.*; rank 1 has parameter group 0: lr 0\.2"
+            ):
                 opt.step()
             assert_bitwise_equal([p.detach() for p in params], before)
             opt.param_groups[0]["lr"] = 0.1
