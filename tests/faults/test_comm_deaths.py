@@ -25,7 +25,6 @@ from tests.support.failure_cases import (
     die,
     error_of,
     expect_gathered,
-    expect_no_threads,
     expect_prefix,
     facts_of,
     fresh_ranks,
@@ -172,27 +171,3 @@ def one_is_silent(rank: int, size: int, backend: str, folder: Path, how: str, se
 @pytest.mark.timeout_s(120)
 def test_a_rank_that_is_stopped_or_holds_the_gil_is_not_dead(backend, how, seconds, beat_s, rank_pool, tmp_path):
     rank_pool(3).run(one_is_silent, backend, tmp_path, how, seconds, beat_s, timeout_s=100)
-
-
-def one_is_stopped(rank: int, size: int, backend: str, folder: Path) -> None:
-    comm = Communicator(backend=backend, timeout_s=4.0)
-    pid = int(comm.exchange(str(os.getpid()).encode())[-1])
-    if rank == size - 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    kind, text, _ = error_of(lambda: comm.exchange(b"anybody?"))
-    assert kind == "CommTimeout" or rank == size - 1, text
-    begin = time.monotonic()
-    comm.close(0.5)
-    assert time.monotonic() - begin < SOON_S
-    expect_no_threads()
-    (folder / str(rank)).touch()
-    while rank == 0 and len(list(folder.iterdir())) < size:
-        time.sleep(0.01)
-        if len(list(folder.iterdir())) == size - 1:
-            os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_a_rank_that_cannot_be_reached_holds_up_nobody(backend, rank_pool, tmp_path):
-    """While it is stopped the others close, and nothing of theirs is left."""
-    rank_pool(3).run(one_is_stopped, backend, tmp_path)

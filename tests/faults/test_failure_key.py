@@ -150,6 +150,7 @@ class Hosts:
 
 
 @pytest.mark.timeout_s(180)
+@pytest.mark.slow
 def test_a_death_is_told_to_64_ranks_within_two_seconds():
     """With at most 2,000 operations of the Store a second, over all ranks."""
     world, victim = 64, 7

@@ -39,6 +39,7 @@ def test_fused_clip_step_agrees_with_torch():
     assert float(ours) < 1e-12 and float(ours) < float(peers), output
 
 
+@pytest.mark.slow  # tests/conformance/test_fsdp2.py trains beside torch's memory
 def test_fsdp2_learns_in_a_planned_pool():
     output = output_of("fsdp2_pool.py", 2)
     found = re.findall(r"step (\d+) loss (\S+): ([\d,]+) bytes", output)

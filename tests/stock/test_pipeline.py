@@ -1,12 +1,11 @@
-"""Pipeline schedules: two stages on two data-parallel ranks each (four threads), by GPipe and by 1F1B.
+"""Pipeline schedules of torch: two stages on two data-parallel ranks each; and `grad_sync(parameters)`, which starts reductions.
 
-The first stage reduces while its last backward runs; the second one, which others wait for, after it.
+The first stage reduces while its last backward runs, the second one after it: stock/test_examples.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +19,8 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, make_params, run_local
-from tests.support.replica_ranks import with_replicas
 
 MICRO, ROWS, WIDTH, DATA_RANKS = 4, 2, 6, 2
-Event = tuple[str, int]  # "B begins" or "B ends" and the micro-batch, or "launch" and the bucket
-
-
-def order_of(schedule: str, stage: int) -> list[tuple[str, int]]:
-    """Forwards and backwards of a stage."""
-    ahead = MICRO if schedule == "GPipe" else 2 - stage
-    rest = [(kind, m) for back in range(MICRO) for kind, m in (("B", back), ("F", back + ahead)) if m < MICRO]
-    return [("F", m) for m in range(ahead)] + rest
 
 
 def make_stages() -> list[nn.Sequential]:
@@ -50,120 +40,6 @@ def batch(step: int, data_rank: int) -> Tensor:
 
 def loss_of(out: Tensor) -> Tensor:
     return (out * torch.tensor([1.0, -2.0, 0.5])).sum() / (MICRO * ROWS)
-
-
-class Stage:
-    """One rank: its model, its optimizer, and queues to the rank of the same data in the other stage."""
-
-    def __init__(
-        self, stage: int, model: nn.Module, opt: Any, mail: list[queue.Queue[Tensor]], events: list[Any]
-    ) -> None:
-        self.stage, self.model, self.opt = stage, model, opt
-        self.inbox, self.outbox = mail[stage], mail[1 - stage]
-        self.events = events
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def forward(self, m: int, x: Tensor) -> None:
-        if self.stage == 1:
-            x = self.inbox.get(timeout=20).requires_grad_()
-        out = self.model(x)
-        self.held[m] = x, out
-        if self.stage == 0:
-            self.outbox.put(out.detach())
-
-    def backward(self, m: int) -> None:
-        x, out = self.held.pop(m)
-        grad = self.inbox.get(timeout=20) if self.stage == 0 else None
-        self.events.append(("B begins", m))
-        (loss_of(out) if self.stage == 1 else out).backward(grad)
-        self.events.append(("B ends", m))
-        if self.stage == 1:
-            assert x.grad is not None
-            self.outbox.put(x.grad)
-
-    def train(self, schedule: str, data: Tensor) -> None:
-        for kind, m in order_of(schedule, self.stage):
-            reduces = self.stage == 0 and kind == "B" and m == MICRO - 1
-            with contextlib.nullcontext() if reduces else self.opt.no_sync():
-                self.forward(m, data[m]) if kind == "F" else self.backward(m)
-
-
-def pipeline(schedule: str, steps: int, starts: str, **options: Any) -> list[Any]:
-    """(parameters, events of every step) of ranks 2 * stage + data rank."""
-    mail = [[queue.Queue[Tensor]() for _ in range(2)] for _ in range(DATA_RANKS)]
-
-    def body(rank: int, data: Communicator, across: Communicator) -> tuple[list[Tensor], list[list[Event]]]:
-        stage = across.rank
-        model = make_stages()[stage]
-        opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=data, **TINY, **options)
-        events: list[Event] = []
-        issue = data._reduce_scatter_into
-        data._reduce_scatter_into = lambda *a, **k: events.append(("launch", 0)) or issue(*a, **k)  # type: ignore[method-assign]
-        one = Stage(stage, model, opt, mail[data.rank], events)
-        every = []
-        for step in range(steps):
-            opt.param_sync(model.parameters())  # a schedule's param_sync_func
-            one.train(schedule, batch(step, data.rank))
-            if starts == "own":
-                opt.grad_sync(model.parameters())  # a schedule's grad_sync_func
-                events.append(("started", 0))
-            else:
-                opt.grad_sync()
-            opt.step()
-            opt.zero_grad()
-            every.append(list(events))
-            events.clear()
-        opt.param_sync()
-        out = [p.detach().clone() for p in model.parameters()]
-        opt.close()
-        return out, every
-
-    return with_replicas(DATA_RANKS, 2, body)
-
-
-def in_one_process(steps: int) -> list[list[Tensor]]:
-    """Parameters by stage. Gradients are added up as the pipelines do."""
-    stages = make_stages()
-    whole = nn.Sequential(*stages)
-    opt = ShardedAdamW(whole.parameters(), lr=0.05)
-    for step in range(steps):
-        sums = [torch.zeros_like(p) for p in whole.parameters()]
-        for rank in range(DATA_RANKS):
-            for micro in batch(step, rank):
-                loss_of(whole(micro)).backward()
-            sums = [total + p.grad for total, p in zip(sums, whole.parameters(), strict=True)]  # type: ignore[operator]
-            opt.zero_grad()
-        for p, total in zip(whole.parameters(), sums, strict=True):
-            p.grad = total / DATA_RANKS
-        opt.step()
-        opt.zero_grad()
-    return [[p.detach() for p in stage.parameters()] for stage in stages]
-
-
-@pytest.mark.parametrize(
-    "starts, options",
-    [("own", {}), ("waits", {}), ("own", {"overlap_param_sync": True}), ("own", {"overlap_grad_sync": False})],
-    ids=str,
-)
-def test_the_bits_of_one_process(starts: str, options: dict[str, Any]) -> None:
-    expected = in_one_process(4)
-    for schedule in ("GPipe", "1F1B"):
-        for rank, (params, _) in enumerate(pipeline(schedule, 4, starts, **options)):
-            assert_bitwise_equal(params, expected[rank // 2], f"rank {rank}")
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_the_first_stage_reduces_during_its_last_backward_and_the_other_after_it(schedule: str) -> None:
-    for rank, (_, every) in enumerate(pipeline(schedule, 3, "own")):
-        for events in every[1:]:
-            launches = [i for i, (what, _) in enumerate(events) if what == "launch"]
-            begins, ends = events.index(("B begins", MICRO - 1)), events.index(("B ends", MICRO - 1))
-            started = events.index(("started", 0))
-            assert len(launches) >= 4, "a bucket for each parameter"
-            if rank < DATA_RANKS:
-                assert all(begins < i < ends for i in launches), events
-            else:
-                assert all(ends < i < started for i in launches), events
 
 
 # --- torch.distributed.pipelining -------------------------------------------------------------------------------------

@@ -17,17 +17,7 @@ from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, on_ranks, run_local, share
-from tests.support.stock_flows import SHAPES, Run, expect_equal_to_unsharded, make_params
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_clip_grad_value(foreach: bool | None) -> None:
-    def flow(run: Run) -> None:
-        run.loss().backward()
-        clip_grad_value_(run.params, 0.25, foreach=foreach)
-        run.opt.step()
-
-    expect_equal_to_unsharded(flow, worlds=(1, 2, 3, 4))
+from tests.support.stock_flows import Run, expect_equal_to_unsharded, make_params
 
 
 def used_by(rank: int) -> Callable[[int], bool]:
@@ -63,20 +53,6 @@ def test_divergent_ranks_are_told_to_sync_first(world: int, stock: Callable[[Run
         assert_bitwise_equal(params, results[0])
 
 
-def test_one_more_parameter_on_one_rank_is_found_one_by_one() -> None:
-    """The list of one rank begins with the whole list of the other, so only the last question has no counterpart."""
-
-    def body(comm: Communicator) -> None:
-        run = Run(comm)
-        run.loss(lambda i: i < len(SHAPES) - 1 + comm.rank).backward()
-        with pytest.raises(RuntimeError, match=r"call optimizer\.grad_sync\(\) first"):
-            clip_grad_norm_(run.params, 0.25, foreach=False)
-        clip_grad_norm_(run.params, 0.25, foreach=False)  # the window is closed now, so all can list all
-        run.opt.step()
-
-    run_local(2, body)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
     """They are not reduced yet, and nobody outside can tell."""
@@ -103,25 +79,6 @@ def test_stock_code_on_gradients_kept_from_no_sync(overlap: bool) -> None:
             run.opt.step()
 
     expect_equal_to_unsharded(flow, overlap_grad_sync=overlap)
-
-
-def test_stock_code_after_no_sync_was_left_by_an_exception() -> None:
-    """The gradients are this rank's alone, and so are those that come later unless the hooks are on again."""
-
-    def body(comm: Communicator) -> tuple[float, float]:
-        p = nn.Parameter(torch.zeros(4))
-        opt = ShardedAdamW([p], process_group=comm)
-        with pytest.raises(KeyError), opt.no_sync():
-            (p * (1.0 + 6.0 * comm.rank)).sum().backward()  # 1 and 7
-            raise KeyError("from the loop")
-        assert type(p.grad) is ShardedGrad
-        (p * 2.0).sum().backward()
-        assert type(p.grad) is ShardedGrad
-        norms = float(clip_grad_norm_([p], 1e9)), float(opt.clip_grad_norm_(1e9))
-        opt.close()
-        return norms
-
-    assert run_local(2, body) == [(12.0, 12.0)] * 2  # the mean is 6
 
 
 def test_a_scaled_half_gradient_does_not_overflow() -> None:
@@ -193,8 +150,7 @@ class Hooked:
         self.opt.zero_grad()
 
 
-@pytest.mark.parametrize("world", [None, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world", "dtype"), [(None, torch.float32), (2, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("when", ["before", "after", "later", "while open", "again", "unfrozen"])
 def test_hooks_edit_this_ranks_gradient_whenever_they_were_registered(

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler, unmodified, on the gradients of the sharded optimizer: rows A6 to A10 of the semantics."""
+"""torch.amp.GradScaler, unmodified, on the gradients of the sharded optimizer."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ ROUNDED_ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS + ROUNDED_ORDERS)
-@pytest.mark.parametrize("world", [2, slow_case(1), slow_case(3), slow_case(4)])
-def test_every_legal_order_does_what_it_does_unsharded(world: int, order: str) -> None:  # A7
+@pytest.mark.parametrize("world", [2, slow_case(3)])
+def test_every_legal_order_does_what_it_does_unsharded(world: int, order: str) -> None:
     def flow(comm: Communicator | None) -> Any:
         run, scaler = Run(comm), grad_scaler()
         for run.step in range(5):
@@ -142,9 +142,10 @@ def test_every_legal_order_does_what_it_does_unsharded(world: int, order: str) -
 # --- overflows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [None, 1, 2, 3, 4])
-@pytest.mark.parametrize("bad", [math.inf, slow_case(-math.inf), math.nan])
-def test_one_bad_element_on_any_rank_in_a_shard_of_any_other_stops_all(world: int | None, bad: float) -> None:  # A6
+@pytest.mark.parametrize(
+    ("world", "bad"), [(None, math.inf), (2, math.nan), (3, -math.inf), *map(slow_case, (1, 4), (math.inf, math.nan))]
+)
+def test_one_bad_element_on_any_rank_in_a_shard_of_any_other_stops_all(world: int | None, bad: float) -> None:
     """First and last element of every parameter, on every rank: nobody steps, nothing changes, and the scale is halved."""
 
     def body(comm: Communicator | None) -> list[Any]:
@@ -191,7 +192,7 @@ def test_one_bad_element_on_any_rank_in_a_shard_of_any_other_stops_all(world: in
 
 
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_float64_gradients_whose_squares_overflow_are_no_overflow(bad: float | None) -> None:  # A6
+def test_float64_gradients_whose_squares_overflow_are_no_overflow(bad: float | None) -> None:
     """As torch has it, which looks at elements."""
 
     def flow(comm: Communicator | None) -> Any:
@@ -254,7 +255,7 @@ def test_optimizers_under_one_scaler_skip_each_for_itself(overflows: str) -> Non
 
     expected = body(None)
     assert expected[0] == ([8.0, 16.0, 16.0] if overflows == "none" else [8.0, 4.0, 4.0])
-    for world in (1, 2, 4):
+    for world in (1, 2):
         for result in run_local(world, body):
             assert_bitwise_equal(result, expected)
 
@@ -299,10 +300,10 @@ CLIPS: dict[str, Callable[[Any, list[torch.nn.Parameter]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [None, 1, 2, 3])
+@pytest.mark.parametrize("world", [None, 2])
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 def test_unscale_clip_and_step_read_no_value(world: int | None, clip: Callable[..., Any]) -> None:
-    """6.D of the semantics: the one value that is read is the scaler's own, before it steps."""
+    """The one value that is read is the scaler's own, before it steps."""
 
     def body(rank: int, comm: Communicator | None) -> list[str]:
         model = model_of()

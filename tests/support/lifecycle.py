@@ -3,7 +3,6 @@
     python -m torch.distributed.run ... tests/support/lifecycle.py train BACKEND FOLDER     # resumes; see `train`
     python tests/support/lifecycle.py exits BACKEND NAME ...                                # of `EXITS`, over any backend
     python tests/support/lifecycle.py workers BACKEND CONTEXT ...                           # two ranks that load data
-    python tests/support/lifecycle.py starts BACKEND METHOD ...                             # two ranks by torch.multiprocessing
 
 Answers are lines of JSON.
 """
@@ -311,22 +310,6 @@ def print_answers(folder: str) -> None:
     shutil.rmtree(folder)
 
 
-# ----------------------------------------------------------------------------------------------------------------- starts
-
-
-def started(rank: int, folder: str, backend: str) -> None:
-    join(rank, folder)
-    Path(f"{folder}/answer {rank}").write_text(json.dumps(load(rank, backend, None)))
-
-
-def starts(backend: str, methods: list[str]) -> None:
-    """By each method, in this process, which has the library but has not used it. The answer of each rank in turn."""
-    for method in methods:
-        folder = tempfile.mkdtemp()
-        torch.multiprocessing.start_processes(started, args=(folder, backend), nprocs=WORLD, start_method=method)
-        print_answers(folder)
-
-
 def main(what: str, backend: str, *rest: str) -> None:
     if what == "train":
         dist.init_process_group("gloo")
@@ -337,8 +320,6 @@ def main(what: str, backend: str, *rest: str) -> None:
         exits(backend, list(rest))
     elif what == "workers":
         workers(backend, list(rest))
-    elif what == "starts":
-        starts(backend, list(rest))
 
 
 if __name__ == "__main__":

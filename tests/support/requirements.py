@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "root", "netns", "mounts")
+NEEDS = ("nvcc", "gpu", "nccl", "aarch64", "valgrind", "root", "netns")
 
 
 def required() -> set[str]:
@@ -73,16 +73,6 @@ def need_valgrind() -> str:
 def need_root() -> None:
     if os.geteuid() != 0:
         unmet("root", "only root can act as another user or give files away")
-
-
-def need_mounts() -> None:
-    """Of this process's own."""
-    command = ["unshare", "--mount", "true"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(command, capture_output=True, timeout=20, check=False).returncode
-    ):
-        unmet("mounts", "no file system can be mounted for one process alone (unshare --mount; needs root)")
 
 
 def slow_case(*values: Any) -> Any:

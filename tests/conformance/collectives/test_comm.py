@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def many_processes(comm: Communicator) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
-    ("on", "world"), [*((on_shm, world) for world in range(5, 17)), *((on_c10d, world) for world in (5, 8, 11, 16))]
+    ("on", "world"), [*((on_shm, world) for world in (5, 8, 11, 16)), *((on_c10d, world) for world in (5, 16))]
 )
 def test_more_processes(on, world):
     with RankPool(world, forked=True) as pool:
@@ -98,7 +97,7 @@ def longer_than_staging(comm: Communicator) -> None:
         check_broadcast(comm, [(F64, 2_500_001), (BF16, 3)], kind, comm.size - 1)
 
 
-@in_few_places
+@pytest.mark.parametrize("run", ["local 3", "shm 2", "c10d 3"], indirect=True)
 def test_tensors_larger_than_the_staging_buffers(run):
     run(longer_than_staging)
 
@@ -110,9 +109,8 @@ def five_thousand(comm: Communicator, kind: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["shm 2", slow_case("staged 3"), slow_case("cuda 2")], indirect=True)
-@pytest.mark.parametrize("kind", ["foreign", slow_case("pool")])
-def test_five_thousand_tensors_in_one_call(run, kind):
-    run(five_thousand, kind)
+def test_five_thousand_tensors_in_one_call(run):
+    run(five_thousand, "foreign")
 
 
 def agreement(comm: Communicator) -> None:
@@ -149,26 +147,6 @@ def agreement_beside_operations(comm: Communicator) -> None:
 @in_few_places
 def test_agreement_does_not_wait_for_operations(run):
     run(agreement_beside_operations)
-
-
-def late_rank(comm: Communicator) -> None:
-    """Operations do not block the caller, and a rank that comes late finds everything as it was."""
-    if comm.rank == comm.size - 1:
-        comm.exchange(b"")
-        time.sleep(0.3)
-    results = [(torch.empty(comm.size * 200_000), torch.full((200_000,), float(comm.rank + i))) for i in range(3)]
-    issued = [all_gather(full, shard, comm) for full, shard in results]
-    if comm.rank != comm.size - 1:
-        comm.exchange(b"")
-    assert [handle.seq for handle in issued] == [1, 2, 3]
-    for i, handle in enumerate(issued):
-        handle.wait()
-        assert results[i][0].view(comm.size, -1)[:, 0].tolist() == [float(rank + i) for rank in range(comm.size)]
-
-
-@in_few_places
-def test_a_late_rank(run):
-    run(late_rank)
 
 
 def splits(comm: Communicator) -> None:

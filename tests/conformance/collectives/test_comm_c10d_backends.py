@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
-import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -21,7 +16,7 @@ from bucketwheel.comm import c10d
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter
-from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads, expect_prefix, gather
+from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads
 
 pytestmark = pytest.mark.dist
 
@@ -101,76 +96,6 @@ def test_a_registered_backend_that_does_not_connect_is_given_up():
 
 
 # ------------------------------------------------------------------------------------------------------------- failure
-
-
-class _HeldWork:
-    """Ends when what it waits for has come, or at its time limit, whatever breaks meanwhile."""
-
-    def __init__(self, work: Any, limit: timedelta) -> None:
-        self.work, self.until = work, time.monotonic() + limit.total_seconds()
-
-    def is_completed(self) -> bool:
-        return self.work.is_success() or (self.work.is_completed() and time.monotonic() >= self.until)
-
-    def wait(self, limit: timedelta | None = None) -> bool:
-        until = math.inf if limit is None else time.monotonic() + limit.total_seconds()
-        while not self.is_completed():
-            if time.monotonic() >= until:
-                raise RuntimeError("the time is over")
-            time.sleep(0.001)
-        return bool(self.work.wait())
-
-
-class HeldPost(Post):
-    def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, *sizes_and_options: Any) -> Any:
-        work = super().alltoall_base(into, out, *sizes_and_options)
-        return _HeldWork(work, sizes_and_options[-1].timeout)
-
-
-LIMIT_S = 60.0
-LATE_S = 4.0
-
-
-def one_fails(rank: int, size: int, how: str) -> tuple[Error, float, float]:
-    """The error, how long it took, and how long it took to close."""
-    dist.Backend.register_backend("held_post", lambda *args: HeldPost(*args), devices=["cpu"])
-    group = dist.new_group(backend="held_post")
-    comm = Communicator(group, backend="c10d", timeout_s=LATE_S if how == "is late" else LIMIT_S, name="held")
-    gather(comm)[1].wait()
-    comm.exchange(b"")
-    begin = time.monotonic()
-    call: Callable[[], Any] = gather(comm, 1_000_000)[1].wait if rank != 1 else lambda: comm.exchange(b"")
-    if rank == 1 and how != "is late":
-        time.sleep(0.3)  # mostly, the others wait in the group
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.abort("enough")
-    if rank == 1 and how == "is late":
-        time.sleep(LATE_S + SOON_S)  # else its own wait may be over first
-    error = error_of(call)
-    took_s = time.monotonic() - begin
-    comm.close()
-    return error, took_s, time.monotonic() - begin - took_s
-
-
-@pytest.mark.parametrize("how", ["aborts", "dies", "is late"])
-def test_a_failure_ends_what_waits_in_a_backend_that_does_not_end_it(how):
-    with RankPool(3, forked=True) as pool:
-        results = pool.run(one_fails, how, expect_dead=[1] if how == "dies" else [], timeout_s=50)
-    words = {
-        "aborts": "aborted by rank 1: enough",
-        "dies": "rank 1 died",
-        "is late": "Not arrived: rank 1 (has not called all_gather, last begun 1)",
-    }
-    for rank, result in enumerate(results):
-        if rank == 1:
-            continue
-        (kind, text, failed), took_s, close_s = result
-        assert (kind, failed) == (("CommTimeout", -1) if how == "is late" else ("PeerError", 1)), text
-        expect_prefix(text, rank, 3, "held")
-        assert words[how] in text
-        assert took_s < SOON_S + (LATE_S + 3.0 if how == "is late" else 0.3)
-        assert close_s < SOON_S
 
 
 class Holding:

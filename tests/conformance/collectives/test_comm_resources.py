@@ -91,22 +91,6 @@ def test_twenty_communicators_do_not_grow(rank_pool, backend):
     rank_pool(2).run(twenty_communicators, backend)
 
 
-def several_at_once(rank: int, size: int) -> None:
-    comms = [Communicator(backend="shm", name=f"number {i}") for i in range(3)]
-    for comm in comms:
-        assert comm.name == f"number {comms.index(comm)}"
-    handles = [all_gather(torch.empty(size * 50_000), torch.ones(50_000), comm) for comm in comms for _ in range(5)]
-    for handle in reversed(handles):
-        handle.wait()
-    comms[1].close()
-    check_usable(comms[0])
-    check_usable(comms[2])
-
-
-def test_several_communicators_at_once(rank_pool):
-    rank_pool(2).run(several_at_once)
-
-
 def peers_memory(comm: Communicator) -> tuple[int, int]:
     """Mappings of memfds while a peer has a large slab, and after it has given the slab back."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -16,7 +15,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bucketwheel.comm import patience, shm
+from bucketwheel.comm import shm
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout
@@ -108,45 +106,6 @@ def test_what_it_cannot_do_without(call, ranks, reason):
             assert len(lines) == len(ranks), said
             for line, lacks in zip(lines, ranks, strict=True):
                 assert re.fullmatch(rf"  rank {lacks}: {reason}", line), said
-
-
-# ------------------------------------------------------------------------------------------------- ranks that do not meet
-
-
-def found(rank: int, size: int, backend: str, finds: bool) -> tuple[str, list[str]]:
-    """The last rank takes the others' sockets for somebody else's, or there is nobody where it calls."""
-    with contextlib.ExitStack() as stack:
-        if rank == size - 1 and finds:
-            stack.enter_context(mock.patch.object(shm, "_is_peer", return_value=False))
-        elif rank == size - 1:
-            connect = mock.Mock(return_value=errno.ECONNREFUSED)
-            stack.enter_context(mock.patch.object(socket.socket, "connect_ex", connect))
-        return made(backend)
-
-
-@pytest.mark.parametrize("finds", [True, False], ids=["found", "apart"])
-def test_auto_tells_why_ranks_of_one_host_are_not_connected(finds):
-    """Of ranks on several hosts there is nothing to tell."""
-    reason = "rank 2: ConnectionRefusedError: "
-    with RankPool(3, forked=True) as pool:
-        for backend, told in pool.run(found, "auto", finds):
-            assert (backend, len(told)) == ("c10d", finds)
-            assert not finds or ("found each other on one host" in told[0] and reason in told[0])
-        for refused, _ in pool.run(found, "shm", finds):
-            assert ("found each other on one host" if finds else "cannot share memory") in refused and reason in refused
-
-
-def one_comes_late(rank: int, size: int) -> None:
-    """Behind the time limit of the others, who await rank 0 a little longer than each other."""
-    if rank == 0:
-        time.sleep(6.7)
-    with Communicator(backend="shm", timeout_s=6.0) as comm:
-        check_usable(comm)
-
-
-def test_ranks_that_have_met_late_have_time_for_their_calls():
-    with RankPool(3, forked=True) as pool:
-        pool.run(one_comes_late, timeout_s=60)
 
 
 def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
@@ -309,33 +268,3 @@ def test_fuzzed_hellos():
                 assert found == (rank if is_whole and rank in (2, 4) else None)
                 told["hung up on" if found is None else "taken"] += 1
     assert min(told.values()) >= 500 and len(told) == 3, told
-
-
-def test_a_silent_caller_is_heard_as_long_as_a_rank_of_its_pid_is_awaited():
-    """Then no longer than any other."""
-    own, other = {"pid": os.getpid(), "uid": os.getuid()}, {"pid": os.getpid() + 1, "uid": os.getuid()}
-    rendezvous = mock.Mock(attempt=lambda step: step())
-    links = mock.Mock(
-        rank=0, size=3, nonce=bytes(16), peers=[own, own, other], rendezvous=rendezvous, until=time.monotonic() + 30
-    )
-    limit_s = 0.2
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(patience, "PATIENCE", replace(patience.PATIENCE, step_s=limit_s)))
-        listener, rank, stranger = (
-            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(3)
-        )
-        listener.bind("")
-        listener.listen()
-        acceptor = stack.enter_context(shm._Acceptor(links, listener))
-        rank.connect(listener.getsockname())
-        rank.settimeout(4 * limit_s)
-        with pytest.raises(TimeoutError):
-            rank.recv(1)
-        rank.send(shm._HELLO.pack(1, links.nonce, shm._VERSION))
-        until = time.monotonic() + 20
-        while 1 not in acceptor.accepted and time.monotonic() < until:
-            time.sleep(0.01)
-        stranger.connect(listener.getsockname())
-        stranger.settimeout(20)
-        assert stranger.recv(1) == b"" and list(acceptor.accepted) == [1]
-        acceptor.accepted[1].close()

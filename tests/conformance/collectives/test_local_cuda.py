@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import CaptureError, CommError, CommTimeout, DeviceError
+from bucketwheel.errors import CaptureError, CommError, CommTimeout
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
 from tests.support.comm_cases import check_usable
@@ -44,36 +43,6 @@ def test_issuing_never_waits_for_a_peer() -> None:
             handle.wait()
             assert out.tolist() == [0.0] * 4 + [1.0] * 4
             assert handle.is_ordered()
-
-    on_threads("cuda", 2, body)
-
-
-def test_bucket_memory_is_given_on_without_waiting_for_the_device() -> None:
-    """release(after=handle), then acquire: the next owner's stream waits, the host does not."""
-
-    def body(comm: Communicator) -> None:
-        for _ in range(3):  # warm: staging, events
-            lease = comm.pool.acquire("bucket", 4096)
-            handle = reduce_scatter(torch.zeros(512), lease.tensor(torch.float32, 1024).fill_(1.0), comm)
-            lease.release(after=handle)
-        comm.exchange(b"warm")
-        calls = Calls()  # of both ranks: the counters are the process's
-        comm.exchange(b"begin")
-        places = set()
-        for turn in range(10):
-            lease = comm.pool.acquire("bucket", 4096)
-            places.add(lease.place)
-            full = lease.tensor(torch.float32, 1024).fill_(float(turn))
-            out = torch.zeros(512)
-            handle = reduce_scatter(out, full, comm)
-            lease.release(after=handle)
-            handle.wait()
-            assert torch.equal(out, torch.full((512,), 2.0 * turn))
-        made = calls.since()
-        comm.exchange(b"end")
-        assert made["launch_reduce"] >= 10
-        assert "event_synchronize" not in made
-        assert len(places) == 1
 
     on_threads("cuda", 2, body)
 
@@ -154,35 +123,6 @@ def test_a_cpu_sink_is_refused() -> None:
             handle.synchronize(10.0)
 
     on_threads("cuda", 1, body)
-
-
-def test_a_sink_has_its_memory_before_its_first_operation() -> None:
-    """Operations are enqueued under a lock, and emptying caches for memory may wait for operations that need it."""
-
-    def sink_of(shard: torch.Tensor) -> Any:
-        accumulator = core.ShardAccumulatorCuda(shard, [(0, 4)], torch.zeros(3, dtype=torch.float64))
-        return core.ShardSinkCuda(accumulator)
-
-    def body(comm: Communicator) -> None:
-        shard = torch.zeros(4)
-        sink = sink_of(shard)
-        comm.exchange(b"made")
-        calls = Calls()  # of both ranks: the counters are the process's
-        comm.exchange(b"begin")
-        sink.begin(False)
-        comm._reduce_scatter_into(torch.ones(8), sink).synchronize(10.0)
-        comm.exchange(b"reduced")
-        made = calls.since()
-        comm.exchange(b"end")
-        assert made["launch_accumulate"] == 2 and "malloc_device" not in made
-        assert shard.tolist() == [2.0] * 4
-        if comm.rank == 0:
-            for nth in (1, 2):  # again after the caches were emptied
-                plan_cuda_fault("malloc_device", countdown=nth, error=2)
-            with pytest.raises(DeviceError, match="out of memory .*; pools gave back"):
-                sink_of(shard)
-
-    on_threads("cuda", 2, body)
 
 
 def test_a_rank_joins_once() -> None:

@@ -17,10 +17,10 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import Replicas
-from bucketwheel.errors import CommError, Error, PeerError
+from bucketwheel.errors import CommError, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import assert_bitwise_equal, run_threads
-from tests.conformance.optimizer.test_optim_cuda import model_of, trained
+from tests.conformance.optimizer.test_optim_cuda import model_of
 from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps
 from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, run_local
 from tests.support.replica_ranks import torch_groups, with_replicas
@@ -77,17 +77,6 @@ def test_buckets_leave_during_backward() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_replicas_with_other_layouts_are_refused_on_every_rank() -> None:
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> str:
-        params = make_params()
-        with pytest.raises(RuntimeError, match="ranks disagree") as raised:
-            lr = 0.1 if replicate.rank else 0.2
-            ShardedAdamW(params, lr=lr, process_group=shard, replicate_group=replicate)
-        return str(raised.value)
-
-    assert all("lr 0." in message for message in with_replicas(2, 2, body))
 
 
 def wired(rows: list[list[int]], columns: list[list[int]], body: Callable[..., Any]) -> list[Any]:
@@ -224,35 +213,6 @@ def test_groups_of_a_closed_optimizer_fail_alone() -> None:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_loads_on_any_replica() -> None:
-    saved_by: dict[int, dict[str, Any]] = {}
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        out = []
-        for resumes in (False, True):
-            params = make_params()
-            opt = ShardedAdamW(params, lr=0.1, process_group=shard, replicate_group=replicate, **TINY)
-            run = Run(opt, params, rank, 4)
-            run.backward(0)
-            run.step()
-            if resumes:
-                opt.load_state_dict(saved_by[(rank + 2) % 4])  # the other replica's
-            saved_by[rank] = opt.state_dict()
-            run.backward(1)
-            run.step()
-            out.append([p.detach().clone() for p in params])
-            opt.close()
-            shard.exchange(b"")
-            replicate.exchange(b"")
-        return out[0], out[1]
-
-    ranks = with_replicas(2, 2, body)
-    assert_bitwise_equal(saved_by[0], saved_by[2])
-    assert_bitwise_equal(saved_by[1], saved_by[3])
-    for once, again in ranks:
-        assert_bitwise_equal(again, once)
-
-
 def test_an_overflow_told_to_one_rank_is_one_of_all() -> None:
     """``found_inf`` comes in on one rank alone: what another optimizer's gradients were."""
 
@@ -291,55 +251,7 @@ def test_a_rank_on_one_device_is_not_held_up_by_peers_that_come_late() -> None:
     with_replicas(2, 2, body, timeout_s=30)
 
 
-def test_what_never_ends_keeps_its_memory_until_what_was_issued_of_it_has() -> None:
-    """A window that failed leaves reductions with an operation or two issued; these still write partial sums."""
-    all_have_looked = threading.Barrier(4)
-
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> int:
-        params = make_params()
-        opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
-        run = Run(opt, params, rank, 4)
-        if rank != 3:
-            run.backward(0)
-        replicas: Any = opt._engine.reducer
-        waiting, leases = len(replicas._waiting), replicate.pool.stats().live_leases
-        replicas._release()
-        assert replicate.pool.stats().live_leases == (leases if waiting else 0)
-        all_have_looked.wait(20)
-        replicas.abort("the test is over")
-        with contextlib.suppress(Error):
-            opt.close()
-        return waiting
-
-    with posing():
-        waiting = with_replicas(2, 2, body, device="cuda", timeout_s=30)
-    assert waiting[2] > 0 and waiting[3] == 0
-
-
 # --- over NCCL -------------------------------------------------------------------------------------------------------
-
-
-def trained_on_rows(rank: int, shard: Communicator, column: Communicator) -> list[Tensor]:
-    options = {"overlap_param_sync": True, "max_inflight_buckets": 1}
-    return trained(rank, shard, torch.float32, "own", replicate_group=column, **options)
-
-
-def over_nccl(rank: int, world: int) -> list[Tensor]:
-    with simulated() as script:
-        groups = torch_groups(rank, world, 2)
-        shard_gathers, shard = Communicator.pair(groups["process_group"], timeout_s=30)
-        column_gathers, column = Communicator.pair(groups["replicate_group"], timeout_s=30)
-        with shard_gathers, shard, column_gathers, column:
-            out = trained_on_rows(rank, shard, column)
-        assert script.fake_nccl_open_groups() == 0
-        return out
-
-
-@pytest.mark.dist
-def test_over_nccl(rank_pool: Callable[[int], Any]) -> None:
-    expected = with_replicas(2, 2, trained_on_rows)
-    for rank, got in enumerate(rank_pool(4).run(over_nccl)):
-        assert_bitwise_equal(got, expected[rank], f"rank {rank}")
 
 
 def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:

@@ -6,12 +6,9 @@ Ranks are processes, NCCL is the fake one, which reads the input of a reduce-sca
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import os
 import random
-import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -23,9 +20,6 @@ from torch.nn import Parameter
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.errors import CrossRankMismatch
-from bucketwheel.optim import step_buckets
-from bucketwheel.pool.plan import Plan
 from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
@@ -158,106 +152,7 @@ def test_any_order_has_the_same_bits_and_the_same_places(rank_pool, world, overl
     assert min(unusual.values()) > 10 * world, unusual
 
 
-def each_in_its_turn(rank: int, world: int, numels: Sequence[int]) -> tuple[list[int], list[int], int]:
-    with pair(True, checks=True) as (comm, script):
-        params = [Parameter(torch.full((numel,), 1.0)) for numel in numels]
-        opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
-        assert script.fake_nccl_live_windows() == 2 and comm.features["windows"] and comm.gathers.features["windows"]
-        assert comm.gathers.pool.holds(params[0].detach())
-        inputs = Inputs(comm, opt)
-        for _ in range(3):
-            run_backward(params, range(len(params) - 1, -1, -1), [torch.ones_like(p) for p in params])
-            opt.step()
-            opt.zero_grad()
-        sync = opt._engine.grads
-        reserved_bytes = comm.pool.stats().reserved_bytes + comm.gathers.pool.stats().reserved_bytes
-        assert opt.memory_summary()["pool"] + opt.memory_summary()["params"] == reserved_bytes
-        opt.close()
-        return inputs.offsets, sync.launcher.slots.offsets, sync.launcher.pool.stats().acquires
-
-
-@pytest.mark.parametrize("numels", [(300, 200, 250, 240, 260), (100, 3000), (50,)], ids=str)
-def test_gradients_in_the_order_of_buckets_are_packed_where_they_are_reduced(rank_pool, numels):
-    """Also those of a parameter in more buckets than may be in flight."""
-    for offsets, planned, others in rank_pool(2).run(each_in_its_turn, numels, timeout_s=60):
-        assert others == 0, "nothing was copied"
-        assert offsets == planned * 3
-
-
-# ---- who waits
-
-
-def while_a_peer_is_late(rank: int, world: int, registered: bool, order: Sequence[int]) -> list[torch.Tensor]:
-    """Rank 0 has all its gradients when rank 1 begins: what it has launched has been read by nobody."""
-    with pair(registered) as (comm, _):
-        params = [Parameter(torch.full((1024,), 1.0)) for _ in range(6)]
-        opt = bw.ShardedAdamW(params, process_group=comm, bucket_cap_mb=1024 * 4 / 2**20)
-        assert len(opt._engine.grads.buckets) == 6
-        out = []
-        for step in range(2):
-            comm.exchange(b"")
-            if rank == 1:
-                time.sleep(0.2)
-            run_backward(params, order if rank == 0 else range(5, -1, -1), dyadic(params, 10 * step + rank))
-            opt.grad_sync()
-            out += [opt.full_grad(p) for p in params]
-            opt.step()
-            opt.zero_grad()
-        opt.close()
-        return out
-
-
-@pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (1, 3, 5, 4, 2, 0), (0, 1, 2, 3, 4, 5)], ids=str)
-def test_nothing_is_written_where_peers_have_still_to_read(rank_pool, order):
-    plain = rank_pool(2).run(while_a_peer_is_late, False, order, timeout_s=60)
-    assert_bitwise_equal(rank_pool(2).run(while_a_peer_is_late, True, order, timeout_s=60), plain)
-
-
-def dropped_while_they_are_reduced(rank: int, world: int) -> None:
-    with pair(True) as (comm, _):
-        param = Parameter(torch.ones(200))
-        opt = bw.ShardedAdamW([param], process_group=comm, max_inflight_buckets=1)
-        comm.stream.pause(0.3)
-        for value in (1.0, 2.0):  # launched; late
-            (param * value).sum().backward()
-        opt.zero_grad()
-        (param * 3.0).sum().backward()
-        opt.grad_sync()
-        assert opt.full_grad(param).unique().tolist() == [3.0]
-        opt.close()
-
-
-def test_what_is_void_is_zeroed_behind_its_reduction(rank_pool):
-    rank_pool(2).run(dropped_while_they_are_reduced, timeout_s=30)
-
-
 # ---- beginning and end
-
-
-def closed_in_a_conflict(rank: int, world: int) -> None:
-    """The window is open, with gradients in the slots, which are given back."""
-    with pair(True, checks=True) as (comm, _):
-        for _ in range(2):
-            params = mixed_params()
-            opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
-            run_backward(params, [8, 7], dyadic(params, 0))
-            if rank == 0:
-                params[8].grad = None
-            with pytest.raises(RuntimeError, match="replaced or dropped"):
-                opt.step()
-            opt.close()
-            comm.pool.expect_no_leases()
-        params = mixed_params()
-        opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
-        run_backward(params, range(len(params)), dyadic(params, 0))
-        opt.grad_sync()
-        for p, g in zip(params, dyadic(params, 0), strict=True):
-            assert_bitwise_equal(opt.full_grad(p), g.float())
-        opt.close()
-
-
-def test_an_optimizer_that_is_closed_in_a_conflict_leaves_no_lease(rank_pool):
-    rank_pool(2).run(closed_in_a_conflict, timeout_s=30)
 
 
 def with_other_leases(rank: int, world: int, of_gathers: bool) -> str:
@@ -277,29 +172,6 @@ def test_ranks_with_other_leases_in_the_pool_are_refused(rank_pool, of_gathers):
     what = "flat memory 0" if of_gathers else "the buckets"
     for text in rank_pool(2).run(with_other_leases, of_gathers, timeout_s=30):
         assert f"{what} at [(0, " in text
-
-
-def with_another_plan(rank: int, world: int) -> str:
-    """Of a rank whose code places buckets otherwise: it is found before anything is registered."""
-    plan = step_buckets.plan_window
-
-    def planned(*args: Any, **options: Any) -> Plan:
-        found = plan(*args, **options)
-        offsets = dict(found.placement.offsets)
-        offsets["grads/2"] += 512 * rank
-        return dataclasses.replace(found, placement=dataclasses.replace(found.placement, offsets=offsets))
-
-    with pair(True) as (comm, script), mock.patch.object(step_buckets, "plan_window", planned):
-        with pytest.raises(CrossRankMismatch) as caught:
-            bw.ShardedAdamW(mixed_params(), process_group=comm, **SMALL)
-        assert script.fake_nccl_live_windows() == 0
-        return str(caught.value)
-
-
-def test_ranks_with_other_plans_are_refused(rank_pool):
-    texts = rank_pool(2).run(with_another_plan, timeout_s=30)
-    offsets = [int(re.findall(rf"rank {rank}: key 'grads/2' at (\d+) of", texts[0])[0]) for rank in (0, 1)]
-    assert offsets[1] == offsets[0] + 512 and texts[0] == texts[1]
 
 
 def fails_to_register(rank: int, world: int, call: int) -> str:

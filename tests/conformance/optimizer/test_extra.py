@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from bucketwheel import checkpoint
 from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
-from tests.support.checkpoint_jobs import Job, Model
+from tests.support.checkpoint_jobs import Model
 from tests.support.optim_twins import on_ranks
 
 
@@ -66,41 +63,3 @@ def _extras(rank: int, world: int, folder: str) -> Any:
     checkpoint.save(f"{folder}/a", Model(), extra={"rank": rank} if rank else None)
     checkpoint.save(f"{folder}/b", Model(), extra=3 if rank == 0 else None)
     return checkpoint.load(f"{folder}/a", Model()), checkpoint.load(f"{folder}/b", Model())
-
-
-def test_a_large_extra_takes_its_size_once(tmp_path: Path) -> None:
-    """On the rank that writes it, and beside what is loaded; tensors are not counted."""
-    extra = {"mean": torch.ones(4 << 20)}  # 16 MiB
-    peaks = []
-
-    def counted(call: Callable[[], Any]) -> Any:
-        barrier.wait(60)
-        tracemalloc.reset_peak()
-        found = call()
-        barrier.wait(60)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        return found
-
-    def train(comm: Any) -> None:
-        counted(lambda: checkpoint.save(tmp_path, Model(), jobs_of[comm.rank].opt, extra))
-        if comm.rank == 0:
-            reader = checkpoint.Reader(tmp_path)
-            tracemalloc.reset_peak()
-            assert_bitwise_equal(reader.read_object("extra"), extra)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-
-    barrier = threading.Barrier(2)
-    jobs_of: dict[int, Job] = {}
-
-    def make(comm: Any) -> None:
-        jobs_of[comm.rank] = jobs.of(comm)
-        train(comm)
-
-    on_ranks(2, lambda comm: checkpoint.save(tmp_path, Model(), jobs.of(comm).opt, 1))  # what is imported
-    checkpoint.Reader(tmp_path).read_object("extra")
-    tracemalloc.start()
-    try:
-        on_ranks(2, make)
-    finally:
-        tracemalloc.stop()
-    assert 16 << 20 <= max(peaks) < 22 << 20, peaks

@@ -41,7 +41,6 @@ KINDS = [
 ACCUMULATED = "eager:{0} eager:{0} capture:{0} replay:{0} replay:{0} eager:{0} replay:{0}"
 CASES: dict[str, tuple[int, Setup, list[str], list[dict[str, Any]]]] = {
     "two ranks": (2, Setup(), [LONG], OPTIMIZERS),
-    "one rank": (1, Setup(), [LONG], OPTIMIZERS[1:2]),
     "three ranks": (3, Setup(), [LONG], OPTIMIZERS[1:2]),
     "registered memory": (2, Setup(registered=True), [LONG], OPTIMIZERS[:2]),
     "replicas": (4, Setup(shards=2), [LONG], [{}]),  # partial sums too are memory that graphs write
@@ -62,52 +61,6 @@ def test_replays_are_eager_steps(
 # ---- what is captured in part
 
 
-def backward_alone(rank: int, world: int, scales: bool) -> None:
-    """The graph ends with `grad_sync`; clipping, perhaps a `GradScaler`, and step follow eagerly."""
-
-    def body(one: Trainer, captures: bool) -> list[Tensor]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
-
-        def reduced() -> None:
-            one.opt.zero_grad()
-            scaled = torch.stack([(p * g).sum() for p, g in zip(one.params, one.given, strict=True)]).sum() * scale
-            scaled.backward()
-            one.opt.grad_sync()
-
-        graph = Graph(load()[1])
-        for step in range(6):
-            one.feed()
-            if scales and step == 4 and rank == 1:
-                one.given[1][3] = float("inf")
-            scale = torch.tensor(8.0 if scales else 1.0)
-            if step < 2 or not captures:
-                reduced()
-            else:
-                if step == 2:
-                    with graph:
-                        reduced()
-                graph.replay()
-            if scales:
-                scaler.scale(torch.ones(()))  # has it made
-                scaler._scale.fill_(8.0)
-                scaler.unscale_(one.opt)
-            one.seen.append(one.opt.clip_grad_norm_(1.0).clone())
-            one.seen.append(one.opt.local_grad_norm().clone())
-            scaler.step(one.opt)
-            if scales:
-                scaler.update(8.0)
-            one.seen.append(one.opt.full_grad(one.params[0]).clone())
-        one.graphs["reduced"] = graph
-        return one.result()
-
-    compare(rank, world, Setup(), body)
-
-
-@pytest.mark.parametrize("scales", [False, True])
-def test_backward_is_captured_and_the_step_is_not(rank_pool, scales):
-    rank_pool(2).run(backward_alone, scales, timeout_s=30)
-
-
 def part(one: Trainer, captures: bool, name: str, body: Callable[[], None]) -> None:
     """``body``, as a graph of its own from the first time on."""
     if not captures:
@@ -118,24 +71,6 @@ def part(one: Trainer, captures: bool, name: str, body: Callable[[], None]) -> N
         with one.graphs[name]:
             body()
     one.graphs[name].replay()
-
-
-def two_graphs(one: Trainer, captures: bool, asks: bool) -> list[Tensor]:
-    """Gradients are in one graph and clipping and step in another, captured after eager ones: the norm is each replay's."""
-
-    def update() -> None:
-        one.norms["both"] = one.opt.clip_grad_norm_(1.0)
-        one.opt.step()
-
-    one.play("eager:clip eager:clip ", captures=captures)
-    for step in range(4):
-        one.feed()
-        part(one, captures, "reduced", lambda: reduced(one))
-        if asks and step == 1:
-            one.opt.local_grad_norm()
-        part(one, captures and step > 0, "update", update)
-        one.seen.append(one.norms["both"].clone())
-    return one.result()
 
 
 def reduced(one: Trainer, edit: str = "") -> None:
@@ -159,6 +94,10 @@ def apply(one: Trainer, edit: str) -> None:
         one.params[4].grad.mul_(0.0)
         one.params[1].grad.mul_(0.5)
         one.params[1].grad.zero_()
+    elif edit == "unscale":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(one.opt)
     elif edit == "more":
         one.backward(0.5)
         one.opt.grad_sync()
@@ -209,9 +148,8 @@ def in_parts(rank: int, world: int) -> None:
         rank,
         world,
         Setup(),
-        *(partial(two_graphs, asks=asks) for asks in (False, True)),
         *(partial(edited, edit=edit) for edit in ("before", *edits)),
-        *(partial(edited_between, edit=edit) for edit in (*edits, "more")),
+        *(partial(edited_between, edit=edit) for edit in (*edits, "more", "unscale")),
     )
 
 
@@ -240,40 +178,6 @@ def restored(rank: int, world: int) -> None:
     compare(rank, world, Setup(), body, optimizers=[{"dtypes": [BF16]}])
 
 
-# ---- memory
-
-
-def memory_of_graphs(rank: int, world: int, registered: bool) -> None:
-    with trainer(rank, world, Setup(registered=registered)) as one:
-        pool = one.opt._engine.comm.pool
-        one.play("eager:clip eager:clip ", captures=True)
-        rest, before = pool.stats(), one.opt.memory_summary()
-        assert before["captured"] == 0
-        one.capture("clip")
-        found = one.opt.memory_summary()
-        assert found["captured"] == (0 if registered else found["planned"]), "places of the same plan"
-        one.capture("plain")
-        after = pool.stats()
-        assert (after.live_leases, after.reserved_bytes) == (rest.live_leases, rest.reserved_bytes)
-        # Where a peer is late, the eager step has buckets on the side, which stay reserved.
-        one.play("replay:clip eager:clip replay:plain ", captures=True)
-        assert one.opt.memory_summary()["captured"] == found["captured"], "graphs of one optimizer share"
-        varies = ("captured", "buckets_peak", "side_peak")
-        assert {name: found[name] for name in found if name not in varies} == {
-            name: before[name] for name in found if name not in varies
-        }
-        assert pool.stats().live_leases == rest.live_leases
-        held = one.opt._made_engine.grads.launcher
-        one.opt.close()
-        assert held.memory()["captured"] == 0
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_graphs_have_memory_of_their_own(rank_pool, registered):
-    """None of the pool's: an eager step takes what it always took."""
-    rank_pool(2).run(memory_of_graphs, registered, timeout_s=30)
-
-
 def waits_for_nothing(rank: int, world: int) -> None:
     with trainer(rank, world, Setup()) as one:
         one.play("eager:clip eager:clip ", captures=True)
@@ -287,14 +191,6 @@ def waits_for_nothing(rank: int, world: int) -> None:
         assert not calls.since(), "a replay calls nothing of ours"
 
 
-def multiplies_nothing(rank: int, world: int) -> None:
-    """A capture knows the factors that it has made: without one, what a second window adds to is not multiplied."""
-    with trainer(rank, world, Setup()) as one:
-        one.play("eager:windows eager:windows ", captures=True)
-        one.capture("windows")
-        assert torch.ops.aten.mul_.Tensor not in {func for _, func, *_ in one.graphs["windows"]._operations}
-
-
-@pytest.mark.parametrize("body", [in_parts, restored, waits_for_nothing, multiplies_nothing])
+@pytest.mark.parametrize("body", [in_parts, restored, waits_for_nothing])
 def test_on_two_ranks(rank_pool: Any, body: Callable[..., None]) -> None:
     rank_pool(2).run(body, timeout_s=50)

@@ -13,9 +13,9 @@ import torch
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.errors import CaptureError
+from bucketwheel.testing import assert_bitwise_equal
 from tests.support.optim_twins import run_local
-from tests.support.simulated_cuda import Calls, Graph, posing
+from tests.support.simulated_cuda import Calls, posing
 
 _seeding = threading.Lock()  # the ranks are threads: torch's random state is theirs together
 
@@ -98,7 +98,7 @@ def test_backward_and_step_neither_wait_nor_allocate_in_one_process() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_backward_and_step_neither_wait_nor_allocate_with_ranks(world: int) -> None:
-    """G21 of the optimizer's test rows. Counted over all ranks at once, between barriers: the counters are the process's.
+    """Counted over all ranks at once, between barriers: the counters are the process's.
 
     How many events are in use at once depends on how the ranks' calls fall between each other: a few are spare.
     """
@@ -158,20 +158,6 @@ def test_capturable_lets_autograd_replace_stale_streams(has_it: bool, monkeypatc
     assert all("A capture of backward fails if" in str(each.message) for each in caught)
 
 
-def test_a_capture_needs_capturable() -> None:
-    with posing() as library:
-        model = model_of()
-        opt = bw.ShardedAdamW(model.parameters(), static_graph=True)
-        model(batch(0, 0, torch.float32)).square().mean().backward()
-        before = [p.detach().clone() for p in model.parameters()]
-        with Graph(library), pytest.raises(CaptureError, match="needs an optimizer made with capturable=True"):
-            opt.step()
-        for p, old in zip(model.parameters(), before, strict=True):
-            assert torch.equal(p, old)
-        assert opt.state[next(model.parameters())]["step"] == 0
-        opt.step()
-
-
 def test_a_static_graph_refuses_another_set_of_gradients() -> None:
     model = model_of()
     opt = bw.ShardedAdamW(list(model.named_parameters()), static_graph=True)
@@ -213,6 +199,26 @@ def test_state_moves_between_cpu_and_cuda() -> None:
     for i, entry in back["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, ours[i][name]), name
+
+
+def test_a_factor_is_reset_beside_others_that_stay() -> None:
+    """All gradients are clipped by norm, then one by value, which takes its factor: the CPU's bits."""
+
+    def clipped(rank: int, comm: Communicator) -> list[torch.Tensor]:
+        model = model_of()
+        params = list(model.parameters())
+        opt = bw.ShardedAdamW(params, lr=1e-2, process_group=comm)
+        for step in range(2):
+            model(batch(rank, step, torch.float32)).square().mean().backward()
+            opt.clip_grad_norm_(0.3)
+            torch.nn.utils.clip_grad_value_(params[:1], 1e-3)
+            opt.step()
+            opt.zero_grad()
+        out = [p.detach().clone() for p in params]
+        opt.close()
+        return out
+
+    assert_bitwise_equal(in_world(2, True, clipped), in_world(2, False, clipped))
 
 
 def test_the_devices_of_parameters_and_communicator_must_agree() -> None:

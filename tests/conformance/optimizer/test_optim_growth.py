@@ -116,7 +116,7 @@ def every_kind_of_step(comm: Communicator, steps: int) -> Growth:
     return growth
 
 
-@pytest.mark.parametrize(("world", "steps"), [(1, 320), (2, 320), slow_case(1, 1000), slow_case(2, 1000)])
+@pytest.mark.parametrize(("world", "steps"), [(2, 320), slow_case(1, 1000), slow_case(2, 1000)])
 def test_1000_steps_without_growth(world: int, steps: int) -> None:
     run_local(world, every_kind_of_step, steps, timeout_s=100)[0].expect_none(objects=300, high_water=1.5)
 
@@ -167,22 +167,19 @@ def equal_steps(comm: Communicator, steps: int, options: dict[str, Any], *others
     return growth
 
 
-EQUAL = [{"overlap_param_sync": True}, {"static_graph": True, "overlap_param_sync": True}]
-
-
-@pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", EQUAL, ids=str)
+@pytest.mark.slow
 @mock.patch.multiple(**PATIENT)
-def test_equal_steps_without_growth(steps: int, options: dict[str, Any]) -> None:
+def test_equal_steps_without_growth() -> None:
     """Every second backward is in `no_sync`, so there are half as many steps."""
-    run_local(2, equal_steps, steps, options, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
+    options = {"static_graph": True, "overlap_param_sync": True}
+    run_local(2, equal_steps, 2000, options, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
 
 
-@pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @mock.patch.multiple(**PATIENT)
-def test_steps_with_replicas_without_growth(steps: int) -> None:
+def test_steps_with_replicas_without_growth() -> None:
     def body(rank: int, shard: Communicator, replicate: Communicator) -> Growth:
-        return equal_steps(shard, steps, {"replicate_group": replicate}, replicate)
+        return equal_steps(shard, 2000, {"replicate_group": replicate}, replicate)
 
     with_replicas(2, 2, body, timeout_s=100)[0].expect_none(objects=20, high_water=1.0)
 
@@ -229,5 +226,13 @@ def test_poisoned_memory_and_fuzzed_streams_change_nothing(seed: int) -> None:
 
 
 def test_poisoned_memory_and_fuzzed_streams_change_nothing_in_short() -> None:
-    said = passed_poisoned_and_fuzzed(3, "test_suite.py", "-m", "not slow", "-k", "test_ranks and local", limit_s=100)
+    said = passed_poisoned_and_fuzzed(
+        3,
+        "test_suite.py",
+        "-m",
+        "not slow",
+        "-k",
+        "test_ranks and local and (late or exception or grad or norms or clip)",
+        limit_s=100,
+    )
     assert int(said.rsplit(" passed", 1)[0].split()[-1]) >= 10, said

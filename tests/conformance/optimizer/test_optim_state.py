@@ -155,8 +155,6 @@ def test_without_masters_one_is_ignored_and_none_is_saved(world: int | None, dty
 
 @pytest.mark.parametrize("world", [None, 1])
 def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
-    """S13 of the optimizer's test rows."""
-
     def body(comm: Communicator | None) -> None:
         opt = make(make_params(), comm)
         for copied in (copy.deepcopy, pickle.dumps):
@@ -169,8 +167,6 @@ def test_it_cannot_be_copied_or_pickled(world: int | None) -> None:
 @pytest.mark.parametrize("world", [None, 1, 2])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_deleted_optimizer_leaves_usable_parameters_and_nothing_else(world: int | None, pending: bool) -> None:
-    """S13 of the rows."""
-
     def body(comm: Communicator | None) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
         params = list(model.parameters())

@@ -102,11 +102,6 @@ def nothing(model: Model, compiled: Any, step: int) -> list[Tensor]:
     return []
 
 
-def evaluates(model: Model, compiled: Any, step: int) -> list[Tensor]:
-    """As it is, while it is trained compiled."""
-    return [model(inputs(0, 0))]
-
-
 def averages(model: Model, compiled: Any, step: int) -> list[Tensor]:
     """Compiled code, far from any forward, that reads parameters after every step."""
     return compiled(halves)(list(model.parameters()))  # type: ignore[no-any-return]
@@ -167,7 +162,6 @@ def train_in_ways(rank: int, world: int, ways: list[str]) -> None:
 
 @pytest.mark.parametrize("ways", [list(WAYS)[:4], slow_case(list(WAYS)[4:-1])], ids=["ways", "more ways"])
 def test_compiled_forwards_are_never_stale(rank_pool: Any, ways: list[str]) -> None:
-    """P3."""
     rank_pool(2).run(train_in_ways, ways, timeout_s=120)
 
 
@@ -181,7 +175,6 @@ def train_beside(rank: int, world: int, way: str, then: Callable[..., list[Tenso
     "way, then, most, overlaps",
     [
         ("not compiled", averages, MAX_COMPILATIONS, False),  # arrive within step: no hook would see them read
-        ("whole", evaluates, 1 + MAX_COMPILATIONS, True),
         ("not compiled", compiles_later, 4, True),
     ],
 )
@@ -191,16 +184,3 @@ def test_what_else_is_compiled(
     for graphs, left in rank_pool(2).run(train_beside, way, then, timeout_s=120):
         assert 0 < graphs[-3] == graphs[-1] <= most, graphs
         assert (left[-1] > 0) == overlaps, left
-
-
-def train_with_inductor(rank: int, world: int) -> None:
-    expected, _, _ = train(rank, None, None)
-    for way in ("the compiled one", "whole"):
-        seen, _, _ = train(rank, way, "inductor")
-        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout_s(300)
-def test_inductor(rank_pool: Any) -> None:
-    rank_pool(2).run(train_with_inductor, timeout_s=240)
