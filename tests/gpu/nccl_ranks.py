@@ -27,7 +27,7 @@ from tests.gpu.device import DEVICE
 from tests.gpu.run_all import MULTI_RANK_UNFIT
 from tests.support import simulated_nccl
 
-__all__ = ["HOLD_S", "TIMEOUT_S", "WORLD", "new_pool", "on_communicator", "on_the_last", "on_rank", "overlap_ms"]
+__all__ = ["TIMEOUT_S", "WORLD", "new_pool", "on_communicator", "on_the_last", "on_rank"]
 __all__ += ["route", "timed", "times_ms", "unfit"]
 
 WORLD = 2
@@ -68,7 +68,6 @@ def new_pool() -> RankPool:
 
 # ---- intervals of operations
 
-HOLD_S = 0.005  # of the caller's stream, in which the host issues two operations
 PAUSE_S = 0.03  # of a simulated stream, likewise
 Timed = tuple[Handle, Handle]
 

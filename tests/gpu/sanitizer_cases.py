@@ -34,9 +34,10 @@ from bucketwheel.native import core  # noqa: E402
 from bucketwheel.testing import run_threads  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world  # noqa: E402
+from tests.gpu.test_kernels import moved, on_cpu, on_device  # noqa: E402
 from tests.support.adam_cases import KINDS, assert_same, make, run_op  # noqa: E402
 from tests.support.reference import Adam, bits  # noqa: E402
-from tests.support.reference_rows import Rounding, Row  # noqa: E402
+from tests.support.reference_rows import Rounding  # noqa: E402
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = [1, 523, 8197]
@@ -49,21 +50,14 @@ Case = Callable[[], None]
 def adam_case(kind: tuple[Any, ...], amsgrad: bool, is_random: bool) -> None:
     """One variant, at three sizes in one launch; the tensors of the second share no alignment."""
     rows = [make(kind, numel, amsgrad, seed=numel) for numel in SIZES]
-    theirs = [Row(*(None if x is None else DEVICE.put(x) for x in row.tensors())) for row in rows]
-    theirs[1] = Row(*(None if x is None else shifted(x, i) for i, x in enumerate(rows[1].tensors())))
+    theirs = [on_device(row, -1 if i == 1 else 0) for i, row in enumerate(rows)]
     args = Adam(step=3, lr=1e-2, weight_decay=0.1, beta2=0.99, decoupled=not is_random, maximize=is_random)
     rounding = Rounding(is_random, is_random, seed=5)
     run_op(theirs, args, rounding)
     with DEVICE.cpu():
         run_op(rows, args, rounding)
     for row, other in zip(rows, theirs, strict=True):
-        assert_same(Row(*(None if x is None else DEVICE.get(x) for x in other.tensors())), row, kind)
-
-
-def shifted(tensor: Tensor, places: int) -> Tensor:
-    memory = torch.empty(tensor.numel() + places, dtype=tensor.dtype, device=DEVICE.tensors)
-    memory[places:].copy_(tensor)
-    return memory[places:]
+        assert_same(on_cpu(other), row, kind)
 
 
 def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -73,7 +67,7 @@ def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def norm_case(dtype: torch.dtype) -> None:
     """Sums of squares and their fold, of tensors that start anywhere."""
     tensors = [random(numel, dtype) for numel in NORM_SIZES]
-    got = ops.l2_norm([shifted(x, i) for i, x in enumerate(tensors)], per_tensor=True)
+    got = ops.l2_norm([moved(x, i) for i, x in enumerate(tensors)], per_tensor=True)
     with DEVICE.cpu():
         expected = ops.l2_norm(tensors, per_tensor=True)
     assert torch.equal(DEVICE.get(got), expected)
@@ -91,7 +85,7 @@ def long_fold_case() -> None:
 def copy_case(dtype: torch.dtype, to: torch.dtype) -> None:
     inputs = [random(numel, dtype) for numel in SIZES]
     got = [torch.empty(x.numel(), dtype=to, device=DEVICE.tensors) for x in inputs]
-    core.copy_all(got, [shifted(x, i) for i, x in enumerate(inputs)])
+    core.copy_all(got, [moved(x, i) for i, x in enumerate(inputs)])
     expected = [torch.empty(x.numel(), dtype=to) for x in inputs]
     with DEVICE.cpu():
         core.copy_all(expected, inputs)

@@ -2,7 +2,7 @@
 
 Each case is a function of the communicator, which may have run operations before. test_conformance.py runs all of
 them over every backend that needs no GPU, with one to four ranks and a communicator for each; on a GPU
-tests/gpu/test_nccl.py (one rank) and tests/gpu/test_nccl_ranks.py (two) run the same over NCCL.
+tests/gpu/test_nccl_ranks.py runs the same over NCCL with two.
 """
 
 from __future__ import annotations
