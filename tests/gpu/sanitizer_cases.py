@@ -33,8 +33,9 @@ from bucketwheel.kernels import ops  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
 from bucketwheel.testing import run_threads  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
-from tests.gpu.local_ranks import in_world  # noqa: E402
+from tests.gpu.local_ranks import in_world, on_cpu_ranks  # noqa: E402
 from tests.gpu.test_kernels import moved, on_cpu, on_device  # noqa: E402
+from tests.gpu.test_optim import assert_equal, trained  # noqa: E402
 from tests.support.adam_cases import KINDS, assert_same, make, run_op  # noqa: E402
 from tests.support.reference import Adam, bits  # noqa: E402
 from tests.support.reference_rows import Rounding  # noqa: E402
@@ -95,30 +96,10 @@ def copy_case(dtype: torch.dtype, to: torch.dtype) -> None:
 
 def training_case(world: int, dtype: torch.dtype) -> None:
     """Accumulate, parameter sums, clip and Adam, as ShardedAdamW calls them; world 0: without a communicator."""
-
-    def train(device: torch.device, comm: Communicator | None) -> list[Tensor]:
-        rank = comm.rank if comm is not None else 0
-        params = [torch.nn.Parameter(random(n, dtype, n).to(device, copy=True)) for n in (5, 1031, 9001)]
-        options: Any = {} if comm is None else {"process_group": comm, "bucket_cap_mb": 0.01}
-        opt = bw.ShardedAdamW(params, lr=1e-2, **options)
-        for step in range(2):
-            grads = [random(p.numel(), dtype, 10 * step + rank).to(device) for p in params]
-            torch.stack([(p * g).sum() for p, g in zip(params, grads, strict=True)]).sum().backward()
-            opt.clip_grad_norm_(0.5)
-            opt.step()
-            opt.zero_grad()
-        out = [p.detach().cpu().clone() for p in params]
-        opt.close()
-        return out
-
-    def all_ranks(device: torch.device) -> list[list[Tensor]]:
-        return in_world(world, lambda rank, comm: train(device, comm), device=device.type)
-
-    with DEVICE.cpu():
-        expected = all_ranks(torch.device("cpu"))
-    for ours, theirs in zip(all_ranks(DEVICE.tensors), expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    expected = on_cpu_ranks(world, lambda rank, comm: trained(comm, torch.device("cpu"), dtype, "own", steps=2))
+    got = in_world(world, lambda rank, comm: trained(comm, DEVICE.tensors, dtype, "own", steps=2))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_equal(ours, theirs)
 
 
 def rank_sums_case() -> None:

@@ -15,30 +15,6 @@ from bucketwheel.native import core
 from tests.support.forked_code import run_in_child
 
 
-def test_event_completes_behind_its_stream() -> None:
-    stream = core.Stream("python")
-    assert stream.record().query()
-    stream.pause(0.2)
-    event = stream.record()
-    assert not event.query()
-    assert event.synchronize(timeout=0.001) is False
-    assert event.synchronize(timeout=30) is True
-    assert event.query()
-    assert stream.synchronize(timeout=30) is True
-
-
-def test_stream_waits_for_another_without_blocking_the_caller() -> None:
-    first, second = core.Stream("first"), core.Stream("second")
-    first.pause(0.2)
-    start = first.record(timing=True)
-    second.wait(start)
-    end = second.record(timing=True)
-    assert not start.query()
-    assert end.synchronize(timeout=30)
-    assert start.query()
-    assert 0 <= end.elapsed_s(start) < 30
-
-
 def test_waiting_leaves_other_python_threads_running() -> None:
     stream = core.Stream("gil")
     stream.pause(0.3)
@@ -133,12 +109,10 @@ def test_a_forked_child_is_refused_and_can_make_its_own() -> None:
 
 
 def test_the_interpreter_ends_with_streams_at_work() -> None:
-    code = "from bucketwheel.native import core; s = core.Stream('late'); s.pause(30); s.pause(30); import os"
-    for ending in ("; import sys; sys.exit(7)", "; raise KeyboardInterrupt"):
-        # Kept alive past the interpreter's own cleaning up, like a stream that a cache holds.
-        kept = "; import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(s))"
-        done = subprocess.run(
-            [sys.executable, "-c", code + kept + ending], capture_output=True, text=True, timeout=25, check=False
-        )
-        assert done.returncode in (7, 130, -2), done.stderr
-        assert "terminate called" not in done.stderr
+    # Kept alive past the interpreter's own cleaning up, like a stream that a cache holds.
+    code = (
+        "import ctypes, sys; from bucketwheel.native import core; s = core.Stream('late'); s.pause(30); s.pause(30); "
+    )
+    code += "ctypes.pythonapi.Py_IncRef(ctypes.py_object(s)); sys.exit(7)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=False)
+    assert done.returncode == 7 and "terminate called" not in done.stderr, done.stderr

@@ -52,26 +52,6 @@ def test_events_complete_in_order_and_carry_times() -> None:
         stream.record().elapsed_s(first)
 
 
-def test_a_deadline_leaves_the_work_running() -> None:
-    stream = core.Stream("work", 0)
-    event = held_back(stream, 0.2)
-    assert not event.synchronize(0.01)
-    assert not stream.synchronize(0.01)
-    assert stream.synchronize()
-    assert event.query()
-
-
-def test_a_stream_waits_for_another_and_the_default_stream_for_both() -> None:
-    slow, other = core.Stream("slow", 0), core.Stream("other", 0)
-    event = held_back(slow, 0.5)
-    other.wait(event)
-    behind = other.record()
-    assert not event.query(), "wait() must not block the host"
-    current = core.current_stream(0)
-    current.wait(behind)  # the default stream is this thread
-    assert event.query() and behind.query()
-
-
 def test_events_are_recycled() -> None:
     stream = core.Stream("work", 0)
     for _ in range(3):
@@ -149,30 +129,6 @@ def test_a_captured_stream_waits_for_nothing_outside(library: Any) -> None:
     with pytest.raises(RuntimeError, match="due to a previous error during capture"), Graph(library):
         with pytest.raises(DeviceError, match="dependency created on uncaptured work"):
             current.wait(inside)  # of another graph
-
-
-def test_a_capture_that_leaves_work_unjoined_is_no_graph(library: Any) -> None:
-    """What the simulated device says, as CUDA does."""
-    current, other = core.current_stream(0), core.Stream("other", 0)
-    data = torch.zeros(4, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="capturing stream has unjoined work"), Graph(library):
-        other.wait(current.record())
-        other.fill(data, 1)
-
-
-def test_a_replay_is_as_late_as_its_edges_allow(library: Any) -> None:
-    """So that a missing edge shows."""
-    current, other = core.current_stream(0), core.Stream("other", 0)
-    data, seen = torch.zeros(4, dtype=torch.uint8), []
-    graph = Graph(library)
-    with graph:
-        other.wait(current.record())
-        other.fill(data, 1)
-        seen.append(data + 0)
-        current.wait(other.record())
-        seen.append(data + 0)
-    graph.replay()
-    assert [int(x[0]) for x in seen] == [0, 1]
 
 
 def test_calls_that_fail_say_which_and_why() -> None:

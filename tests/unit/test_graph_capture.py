@@ -1,5 +1,4 @@
-"""What a capture waits for. What may be captured, and what comes of it: test_optim_captured*.py of the conformance tests. The
-memory of captured buckets: test_slots.py."""
+"""What a capture waits for. All else of captures: conformance/optimizer/test_optim_captured*.py."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel.device import CPU
-from bucketwheel.grads.graph_capture import CapturedSide, Captures, WindowState
+from bucketwheel.grads.graph_capture import CapturedSide
 from bucketwheel.grads.launch import Reductions
 from bucketwheel.native import core
 from tests.support.simulated_cuda import Graph, posing
@@ -41,17 +39,6 @@ class Ended:
         return True
 
 
-def test_is_capturing(library: Any) -> None:
-    assert not core.is_capturing(0) and not core.is_capturing(CPU)
-    ids = [core.capture_id(0), core.capture_id(CPU)]
-    for _ in range(2):
-        with Graph(library):
-            assert core.is_capturing(0) and not core.is_capturing(CPU)
-            ids.append(core.capture_id(0))
-            assert core.capture_id(0) == ids[-1] and core.capture_id(CPU) == 0
-    assert ids[:2] == [0, 0] and len(set(ids)) == 3, "each capture has a number of its own"
-
-
 def test_a_capture_leaves_handles_of_before_alone(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer had not issued them when their window closed, which has waited for them."""
     monkeypatch.setattr(Ended, "is_ordered", lambda self: self.is_captured)
@@ -77,13 +64,3 @@ def test_what_a_failed_capture_has_in_flight_is_forgotten(library: Any) -> None:
     reductions.forget_captured()
     reductions.wait()
     assert inside.waits == 0
-
-
-def test_what_no_sync_keeps_in_a_capture_is_its_own(library: Any) -> None:
-    captures = Captures(0, is_capturable=True)
-    with Graph(library):
-        captures.keep()
-        captures.expect_own_grads(True, False)  # adds to its own
-        assert captures.ask("step", WindowState.CLOSED)
-        assert not captures.forget(), "zero_grad drops them"
-    assert not captures.ask("step", WindowState.CLOSED)

@@ -122,39 +122,6 @@ def test_in_order_nothing_is_on_the_side(registered: bool) -> None:
         assert rank.launcher.pool.stats().acquires == (0 if registered else 1)
 
 
-def test_a_bucket_that_opens_before_the_last_one_is_full_has_its_slot() -> None:
-    """The bytes of the one before that, which was launched a bucket ago, go on to it."""
-    rank = Rank([2, 2, 2, 2], 2)
-    rank.window([7, 6, 5, 3, 4, 1, 2, 0])
-    assert rank.launcher.memory()["side_peak"] == 0
-    assert rank.launcher.memory()["buckets_peak"] == rank.plan.load_bytes
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_what_is_too_early_is_on_the_side(registered: bool) -> None:
-    rank = Rank([1, 1, 2, 1], 2, registered=registered)
-    rank.window([2, 1, 3, 4, 0])  # the third bucket, whose bytes the first has still to have
-    assert rank.launcher.memory()["side_peak"] == 2 * 1024
-    assert rank.sent[2][1] == [2.0, 3.0]
-    assert (rank.sent[2][0] == rank.slots.offsets[2]) == registered, "copied into its slot"
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_late_rounds_are_reduced_from_the_slot_too(registered: bool) -> None:
-    rank = Rank([1, 1, 1, 1], 2, registered=registered)
-    rank.window([3, 2, 3, 1, 0])
-    assert rank.sent[4][1] == [4.0] and rank.launcher.memory()["side_peak"] == 1024
-    assert not registered or rank.sent[4][0] == rank.slots.offsets[0]
-
-
-def test_what_nobody_gives_on_in_time_is_not_waited_for() -> None:
-    """[Note: soft bound] Each bucket after it takes memory on the side."""
-    rank = Rank([1] * 5, 2, questions=lambda: 10**9)
-    rank.launcher.reductions.patience_s = 0.0
-    rank.window(rank.in_order())
-    assert rank.launcher.memory()["side_peak"] == 3 * 1024
-
-
 def test_a_capture_that_failed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "is_capturing", lambda device: True)
     monkeypatch.setattr(Reduction, "is_captured", True)

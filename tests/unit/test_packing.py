@@ -80,16 +80,6 @@ def test_random_packings_with_granularity() -> None:
         check(pack(items, world=rng.randrange(1, 6), bucket_numel=rng.choice([1, 20, 64, 500]), align=align), align)
 
 
-def test_granularity_keeps_rows_whole_and_costs_little() -> None:
-    rows = pack([PackItem(1000 * 768, 768), PackItem(768), PackItem(50 * 1000, 1000)], world=3, bucket_numel=1 << 17)
-    for rank in range(3):
-        for segment in rows.segments(rank):
-            item = rows.items[segment.param]
-            if item.granularity > 1:
-                assert segment.param_begin % item.granularity == 0
-    assert rows.padding < 0.05 * rows.numel
-
-
 def test_granularity_1_cuts_without_regard_to_rows_and_parameters() -> None:
     """The layout of checkpoints that were saved before there were row cuts."""
     items = [PackItem(numel, 1, row=7) for numel in (700, 3, 0, 129, 1000, 64, 5)]
@@ -245,27 +235,3 @@ def test_row_cuts_have_no_more_buckets_than_element_cuts_at_any_world() -> None:
         packing = pack(items, world=world, bucket_numel=16 << 20)
         assert len(packing.buckets) <= 402 and packing.padding < 0.01 * packing.numel
         assert all(len(packing.segments(rank)) <= 402 + 291 for rank in (0, world // 2, world - 1))
-
-
-def test_buckets_come_in_the_order_in_which_they_fill() -> None:
-    packings = [
-        pack([PackItem(n) for n in numels], world=2, bucket_numel=16, align=4) for numels in ([40, 3], [7, 0, 9])
-    ]
-    numbers = [[4, 1], [3, 2, 0]]  # the two spaces have turns
-    plans = plan_buckets(packings, numbers, 1)
-    last = [max((4 - numbers[plan.space][f.param] for f in plan.fragments), default=0) for plan in plans]
-    assert last == sorted(last)
-    assert sorted((plan.space, plan.bucket.index) for plan in plans) == [
-        (space, bucket.index) for space, packing in enumerate(packings) for bucket in packing.buckets
-    ]
-    for space, packing in enumerate(packings):
-        mine = sorted((plan for plan in plans if plan.space == space), key=lambda plan: plan.bucket.index)
-        assert [s for plan in mine for s in plan.segments] == packing.segments(1)
-        assert [f for plan in mine for f in plan.fragments] == [
-            f
-            for bucket in packing.buckets
-            for param in range(len(packing.items))
-            for f in packing.fragments(param)
-            if f.bucket == bucket.index
-        ]
-        assert all(s.bucket == plan.bucket.index for plan in mine for s in plan.segments)

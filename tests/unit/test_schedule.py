@@ -1,10 +1,8 @@
-"""The schedule by its binding: what is launched when. Sums and sequences of many ranks: tests/native/test_schedule.cpp."""
+"""What the binding of the schedule adds: refusals, and what C++ does not ask. All else: tests/native/test_schedule.cpp."""
 
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,90 +11,26 @@ from bucketwheel.native import core
 Schedule = core.Schedule
 
 
-class Store(NamedTuple):
-    param: int
-    bucket: int
-    late: bool
-    add: bool
-
-
-class Launch(NamedTuple):
-    bucket: int
-    absent: list[int]
-    late: bool = False
-
-
-def plain(actions: Sequence[Any]) -> list[Store | Launch]:
-    """Native actions, for comparisons."""
-    return [
-        Store(one.param, one.bucket, one.late, one.add)
-        if isinstance(one, core.Store)
-        else Launch(one.bucket, one.absent, one.late)
-        for one in actions
-    ]
-
-
-def doubles(values: Sequence[float]) -> bytes:
-    return array.array("d", values).tobytes()
-
-
-def after(schedule: Any, param: int, **how: bool) -> list[Any]:
-    """What follows from a gradient."""
-    stores, launches = schedule.gradient(param, **how)
-    return plain([*stores, *launches])
-
-
-def test_buckets_go_in_order_as_they_fill() -> None:
-    schedule = Schedule([[0], [0, 1], [1]], 2)
-    assert after(schedule, 2) == [Store(2, 1, late=False, add=False)]
-    assert after(schedule, 1) == [Store(1, 0, False, False), Store(1, 1, False, False)]
-    assert after(schedule, 0) == [Store(0, 0, False, False), Launch(0, []), Launch(1, [])]
-    assert after(schedule, 0) == [Store(0, 0, late=True, add=True)]
-
-
 def test_an_unused_parameter_stops_holding_buckets_up() -> None:
     schedule = Schedule([[0], [0], [1]], 2)
     held = bytes([True, False, True])
     launched_during_backward = []
     for _ in range(6):
-        actions = after(schedule, 2) + after(schedule, 0)
-        launched_during_backward.append(sum(isinstance(a, Launch) for a in actions))
+        launched_during_backward.append(sum(len(schedule.gradient(param)[1]) for param in (2, 0)))
         schedule.close(schedule.agree([schedule.notes(held)]))
     assert launched_during_backward == [0, 0, 0, 0, 0, 2]
-
-
-@pytest.mark.parametrize("is_static", [True, False])
-def test_a_static_graph_waits_for_as_many_gradients_as_at_first(is_static: bool) -> None:
-    """A shared weight gets two in every backward. Without the promise the second is late each time: what is added to
-    what must not depend on how many windows there have been."""
-    schedule = Schedule([[0], [0]], 1, is_static=is_static)
-    late = []
-    for _ in range(3):
-        for param in (0, 1, 0):
-            schedule.gradient(param)
-        notes = schedule.notes(bytes([True, True]))
-        agreement = schedule.agree([notes])
-        schedule.close(agreement)
-        late.append(agreement.late)
-    assert late == ([[0], [], []] if is_static else [[0]] * 3)
 
 
 def test_what_is_left_goes_before_ranks_agree() -> None:
     """All of it on a rank with gradients; on one without only when it has heard of theirs."""
     busy, idle = (Schedule([[0], [1]], 2) for _ in range(2))
     busy.gradient(1)
-    assert plain(busy.flush()) == [Launch(0, [0]), Launch(1, [])] and idle.flush() == []
+    assert [(one.bucket, one.absent) for one in busy.flush()] == [(0, [0]), (1, [])] and idle.flush() == []
     agreement = busy.agree([busy.notes(bytes([False, True])), idle.notes(bytes(2))])
     assert agreement.is_dirty and not agreement.is_complete
     assert busy.close(agreement) == ([], [])
     first, late = idle.close(agreement)
-    assert plain(first) == [Launch(0, [0]), Launch(1, [1])] and late == []
-    for schedule in (busy, idle):
-        schedule.gradient(1)
-        schedule.gradient(0)
-        assert schedule.flush() == []
-    both = bytes([True, True])
-    assert busy.agree([schedule.notes(both) for schedule in (busy, idle)]).is_complete
+    assert [(one.bucket, one.absent) for one in first] == [(0, [0]), (1, [1])] and late == []
 
 
 def test_grad_sync_of_some_launches_what_is_complete() -> None:
@@ -104,7 +38,7 @@ def test_grad_sync_of_some_launches_what_is_complete() -> None:
     schedule.gradient(1, launch=False)
     schedule.gradient(2, launch=False)
     assert schedule.complete([2]) == []
-    assert plain(schedule.complete([0, 1])) == [Launch(0, [0]), Launch(1, [])]
+    assert [one.bucket for one in schedule.complete([0, 1])] == [0, 1]
     assert schedule.flush() == []
 
 
@@ -123,7 +57,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="3 flags for 2 parameters"):
         schedule.notes(bytes(3))
     with pytest.raises(ValueError, match="8 bytes of factors for 2 parameters"):
-        schedule.notes(bytes(2), bytes(2), doubles([1.0]))
+        schedule.notes(bytes(2), bytes(2), array.array("d", [1.0]).tobytes())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bucketwheel.native.modules import native
 from tests.stub import STUB, differences
 
@@ -13,18 +11,9 @@ def test_the_stub_is_what_the_module_binds() -> None:
     assert not found, "write it anew with `python tests/stub.py && ruff format python`:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "where"),
-    [
-        ("data_ptr: Final[int]", "data_ptr: int", ["Lease.data_ptr"]),
-        ("def fold(", "def unfold(", ["fold", "unfold"]),
-        ("def holds(self, tensor: Any) -> bool", "def holds(self, tensor: Any) -> list[str]", ["Pool.holds"]),
-        ("stages_inputs: bool = False", "stages_inputs: bool = True", ["LocalWorld.__init__"]),
-        ("class ShardSink(ReduceSink):", "class ShardSink:", ["ShardSink"]),
-    ],
-)
-def test_differences_are_found(old: str, new: str, where: list[str]) -> None:
+def test_a_difference_is_found() -> None:
     stub = STUB.read_text()
+    old = "def holds(self, tensor: Any) -> bool"
     assert stub.count(old) == 1
-    found = differences(stub.replace(old, new), native())
-    assert [text.split(":")[0] for text in found] == where
+    found = differences(stub.replace(old, "def holds(self, tensor: Any) -> list[str]"), native())
+    assert [text.split(":")[0] for text in found] == ["Pool.holds"]

@@ -76,15 +76,3 @@ def test_of_one_dtype_as_many_as_the_limit_have_memory(limit: int) -> None:
     largest = [max(sizes[first::limit], default=0) for first in range(limit)]
     plan = plan_window(sizes, [[b] for b in reversed(range(6))], limit=limit, overlap=True)
     assert plan.total_bytes == plan.load_bytes <= sum(largest), "never above slots of a fixed size each"
-
-
-def test_without_overlap_all_have_memory_to_the_end() -> None:
-    assert intervals_in_order([[2], [1], [0]], limit=1, overlap=False) == [(0, 3), (1, 3), (2, 3)]
-
-
-def test_a_parameter_in_many_buckets_opens_one_after_the_other() -> None:
-    assert intervals_in_order([[1], [1], [1], [1, 0]], limit=2, overlap=True) == [(0, 2), (1, 3), (2, 4), (3, 4)]
-
-
-def test_no_buckets_take_nothing() -> None:
-    assert plan_window([], [], limit=2, overlap=True).total_bytes == 0
