@@ -21,7 +21,6 @@ __all__ = [
     "another_connection",
     "before_join",
     "call_of_torch",
-    "calling_stager",
     "fsdp2_groups",
     "increment_version",
     "keep_out_of_graphs",
@@ -125,16 +124,6 @@ def storage_info(path: str, offset: int, length: int) -> Any:
 def storage_users(tensor: torch.Tensor) -> int:
     """How many hold the storage of a tensor: itself, views of it, other tensors made of it; and as many as it takes to ask."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def calling_stager() -> tuple[Any, bool] | None:
-    """The `StateDictStager` of `torch.distributed.checkpoint` that has called the caller's ``__deepcopy__``, and whether its
-    copies need not be waited for; None where somebody else has. torch tells neither to what it copies."""
-    seen = sys._getframe(2).f_locals
-    stager = seen.get("self")
-    if hasattr(stager, "deepcopy_with_tensor_offload"):
-        return stager, bool(seen.get("non_blocking", False))
-    return None
 
 
 def call_of_torch(function: str) -> Any:

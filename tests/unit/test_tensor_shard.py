@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -95,3 +98,15 @@ def test_one_box_is_a_checkpointable_tensor() -> None:
     with pytest.raises(ValueError, match="'w': rank 1 of 3 has 2 boxes"):
         shard_of(WHOLE, (5, 12)).as_checkpointable()
     assert shard_of(WHOLE).boxes == ()
+
+
+def test_a_process_that_loads_a_shard_needs_no_native_code() -> None:
+    """The one of `async_save` writes files, nothing else."""
+    code = (
+        "import pickle, sys\n"
+        "given = pickle.load(sys.stdin.buffer)\n"
+        "assert given.piece.tolist() == [3.0, 4.0], given\n"
+        "assert 'bucketwheel._cpu' not in sys.modules, 'native code is loaded'\n"
+    )
+    given = TensorShard(torch.tensor([3.0, 4.0]), (2,), (1,), [(0, 2)], (0, 1))
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(given), check=True, timeout=120)

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
-from bucketwheel.checkpoint.piece import Piece
-from bucketwheel.torch_internals import call_of_torch, calling_stager
+from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:  # it takes a second, and who calls the methods below has imported it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -30,14 +29,18 @@ class TensorShard(Tensor):
     """A tensor of the whole ``shape`` of which this rank holds ``ranges``: [begin, end) in memory order, ascending.
 
     ``piece`` has their elements one behind the other: 1-D, memory of its own. ``stride`` is that of the whole tensor and
-    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages; ``is_unseen``: see `Piece`.
+    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages.
 
     It has no elements where torch looks for them, so code that does not know it raises instead of taking a part for the
     whole. It can be copied, moved to another device, pickled (and loaded with ``weights_only=True``), compared by
     `torch.equal`, and saved and loaded by `torch.distributed.checkpoint`, which calls the three methods with underscores.
     """
 
-    _held: Piece  # all there is in __dict__
+    piece: Tensor
+    ranges: tuple[tuple[int, int], ...]
+    part: tuple[int, int]
+    param_name: str
+    _stream: tuple[int, int, int] | None  # in which ``piece`` was written, on CUDA: its id, device and kind of device
 
     @staticmethod
     def __new__(
@@ -48,8 +51,6 @@ class TensorShard(Tensor):
         ranges: Sequence[tuple[int, int]],
         part: tuple[int, int],
         param_name: str = "",
-        *,
-        is_unseen: bool = False,
     ) -> TensorShard:
         owned = sum(end - begin for begin, end in ranges)
         if piece.shape != (owned,):
@@ -58,37 +59,21 @@ class TensorShard(Tensor):
             )
         make: Any = torch.Tensor._make_wrapper_subclass
         self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
-        rank, world = part
-        of = tuple((int(a), int(b)) for a, b in ranges)
-        self._held = Piece(piece, of, (int(rank), int(world)), param_name, is_unseen)
+        self.piece, self.param_name = piece, param_name
+        self.ranges = tuple((int(begin), int(end)) for begin, end in ranges)
+        self.part = (int(part[0]), int(part[1]))
+        stream = torch.cuda.current_stream(piece.device) if piece.is_cuda else None
+        self._stream = None if stream is None else (stream.stream_id, stream.device_index, stream.device_type)
         return self
-
-    @property
-    def piece(self) -> Tensor:
-        return self._held.tensor
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        return self._held.ranges
-
-    @property
-    def part(self) -> tuple[int, int]:
-        return self._held.part
-
-    @property
-    def param_name(self) -> str:
-        return self._held.name
 
     def _like(self, piece: Tensor) -> TensorShard:
         return TensorShard(piece, self.shape, self.stride(), self.ranges, self.part, self.param_name)
 
-    @property
+    @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
-        if self._held.boxes is None:
-            # Of a tensor without elements somebody must say that there is such a tensor.
-            ranges = ((0, 0),) if self.numel() == 0 and self.part[0] == 0 else self.ranges
-            self._held.boxes = boxes_of(self.shape, self.stride(), ranges)
-        return self._held.boxes
+        # One rank must say that there is such a tensor if it has no elements.
+        ranges = ((0, 0),) if self.numel() == 0 and self.part[0] == 0 else self.ranges
+        return boxes_of(self.shape, self.stride(), ranges)
 
     def view_of(self, box: Box) -> Tensor:
         """The elements of one of `boxes`, of its sizes: a view of ``piece``."""
@@ -158,12 +143,6 @@ class TensorShard(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def new_empty(self, *size: Any, **options: Any) -> Tensor:
-        if self.is_cpu and calling_stager():  # which gives it a copy of `_held` next
-            make: Any = torch.Tensor._make_wrapper_subclass
-            return make(TensorShard, self.shape, strides=self.stride(), dtype=self.dtype)
-        return super().new_empty(*size, **options)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -178,10 +157,15 @@ class TensorShard(Tensor):
                 kwargs.pop("memory_format", None)
                 return self._like(func(self.piece, *args[1:], **kwargs))
             if packet is _aten.is_pinned:
-                return self._held.is_pinned
+                return self.piece.is_pinned()
             if packet in (_aten.new_empty, _aten.empty_like, _aten.zeros_like) and (
                 len(args) < 2 or tuple(args[1]) == self.shape
             ):
+                if self.piece.is_cuda and self._stream is not None:
+                    # torch's stager copies ``piece`` next, in a stream of its own, without this edge before it was written.
+                    stream_id, index, kind = self._stream
+                    written_in = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+                    torch.cuda.current_stream(self.piece.device).wait_stream(written_in)
                 kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
                 make = torch.zeros_like if packet is _aten.zeros_like else torch.empty_like
                 return self._like(make(self.piece, **kept))

@@ -16,7 +16,6 @@ from torch.autograd import profiler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from bucketwheel.checkpoint.piece import Buffers
 from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator, name_methods
@@ -236,7 +235,6 @@ class ShardedAdamW(Optimizer):
         self._made_engine.watch(trained.frozen)
         if capturable:
             override_stale_capture_stream()
-        self._copies = Buffers()  # of states, by `state_dict`: the memory of one is kept for the next
         self._shown = ShownState()
         self.state = self._shown.dict
         self._shown.publish(self.state, self._made_engine)

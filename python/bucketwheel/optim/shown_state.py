@@ -28,7 +28,7 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import follow_param, is_rounded, saved_names
 from bucketwheel.native import core
 from bucketwheel.optim import state_dict as states
-from bucketwheel.torch_internals import call_of_torch, calling_stager
+from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
@@ -99,7 +99,7 @@ class _Part(Tensor):
                 if name == "copy_" and call_of_torch("_copy_state_dict"):
                     _Part.__create_write_items__(given[1])
                 return func(*args, **(kwargs or {}))
-            if name == "new_empty" and calling_stager():
+            if name == "new_empty" and call_of_torch("_offload_tensor"):  # its copy would be no part
                 part.__create_write_items__()
             is_write = name.endswith("_") and not name.endswith("__")
             if name.startswith(_OF_ROWS) or (is_write and name not in _WHOLE_WRITES):

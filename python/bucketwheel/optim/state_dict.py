@@ -10,14 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.param_numbers import follow_names, numbered_groups, numbers_of
-from bucketwheel.checkpoint.piece import copy_unseen
 from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.errors import failing_together
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
@@ -65,37 +63,32 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     engine = optimizer._engine
     number = numbers_of(optimizer.param_groups)
     state: dict[int, Any] = {}
-    copy_of = partial(copy_unseen, buffers=optimizer._copies, memo={})
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
-            state[number[info.param]] = _saved_entry(engine, info, copy_of)
+            state[number[info.param]] = _saved_entry(engine, info)
     for param, entry in optimizer._trained.waiting(number, optimizer.state).items():
         state[number[param]] = deepcopy(dict(entry))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
 
-def _saved_entry(
-    engine: LocalEngine | ShardedEngine, info: ParamInfo, copy_of: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
-    """`own_entry`, as `TensorShard` that is unseen where the states are sharded."""
+def _saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
+    """`own_entry`, as `TensorShard` where the states are sharded."""
+    entry = own_entry(engine, info)
     if engine.world == 1:
-        return own_entry(engine, info)
-    entry = own_entry(engine, info, copy_of)
+        return entry
     ranges = engine.owned_ranges(info.index)
     of = (info.param.shape, info.stride, ranges, engine.part, info.name)
-    shards = {name: TensorShard(entry[name], *of, is_unseen=True) for name in entry.keys() - {"step"}}
+    shards = {name: TensorShard(entry[name], *of) for name in entry.keys() - {"step"}}
     return {**entry, **shards}
 
 
-def own_entry(
-    engine: LocalEngine | ShardedEngine, info: ParamInfo, copy_of: Callable[[Tensor], Tensor] = Tensor.clone
-) -> dict[str, Tensor]:
+def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
     """Copies of what this rank has of a parameter: its step, and 1-D in memory order (world size 1: in the parameter's shape)
     its states, each in memory of its own."""
     tensors = engine.states[info.index]
     entry = {"step": engine.steps[info.index].to(torch.float32)}
     for name in saved_names(tensors):
-        copy = copy_of(tensors[name]) if name in tensors else master_of(engine.values_of(info.index), tensors)
+        copy = tensors[name].clone() if name in tensors else master_of(engine.values_of(info.index), tensors)
         assert copy is not None
         is_flat = engine.world == 1 and copy.shape != info.param.shape
         entry[name] = copy.as_strided(info.param.shape, info.stride) if is_flat else copy
