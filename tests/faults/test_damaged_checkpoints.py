@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bucketwheel.checkpoint import Reader, TensorShard, Writer
-from bucketwheel.checkpoint.format import METADATA
+from bucketwheel.checkpoint.format import METADATA, packed
 from bucketwheel.errors import CheckpointError
-from tests.support.checkpoint_jobs import save_parts
-from tests.unit.test_format import Calls, pickled, write
+from tests.support.checkpoint_jobs import Calls, pickled, save_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ROWS, COLUMNS = 40, 50
@@ -145,7 +144,7 @@ def tampered(folder: Path, change: Callable[[Metadata], Any]) -> None:
     """With the checksum that belongs to it."""
     metadata = pickled(folder)
     change(metadata)
-    write(folder, metadata)
+    (folder / METADATA).write_bytes(packed(metadata))
 
 
 def tamper_with_names(folder: Path, whole: Path, chance: random.Random) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.nn import Parameter
 
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
@@ -108,3 +110,17 @@ def save_parts(states: Sequence[dict[str, Any]], writer: Any) -> None:
     plans = writer.prepare_global_plan(finished)
     results = [writer.write_data(plan, planner).value() for planner, plan in zip(planners, plans, strict=True)]
     writer.finish(metadata, results)
+
+
+def pickled(folder: Path) -> Metadata:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+class Calls:
+    """Its pickle calls a function."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
@@ -25,7 +27,7 @@ from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.format import folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
 from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
-from bucketwheel.checkpoint.reader import Reader
+from bucketwheel.checkpoint.reader import Reader, part_of, pieces_of
 from bucketwheel.checkpoint.saving import (
     EXTRA_OF,
     WHOLE,
@@ -92,26 +94,13 @@ class _Overtaken(CheckpointError):
     """Raised by all ranks: since one of them read ``.metadata``, a save has replaced the checkpoint."""
 
 
-class _Planner:
-    """What `Reader.load` asks of a stock `LoadPlanner`: where tensors go."""
+@dataclass(frozen=True)
+class _Read:
+    """What is to be read of a stored box, and where it goes."""
 
-    def __init__(self) -> None:
-        self._views: dict[MetadataIndex, Sequence[Tensor]] = {}
-
-    def add(self, views: Sequence[Tensor]) -> MetadataIndex:
-        """What a `ReadItem` is to call them."""
-        index = MetadataIndex(str(len(self._views)))
-        self._views[index] = views
-        return index
-
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        views = self._views[item.dest_index]
-        return views[0] if len(views) == 1 else torch.empty_like(views[0], dtype=torch.float32)
-
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        views = self._views[item.dest_index]
-        if len(views) > 1:  # the parameter and its remainder
-            load_master(views[0], {"remainder": views[1]}, tensor)
+    item: ReadItem
+    views: Sequence[Tensor]  # a tensor, or a parameter and the remainder of its master
+    is_at_once: bool = False  # while it is checked, into moments that were zeros
 
 
 class _Checkpoint:
@@ -122,15 +111,12 @@ class _Checkpoint:
         self._folder = folder
         self._engine = engine
         self.extra: Any = None
-        self._planner = _Planner()
         # A model, and what its own `load_state_dict` is to have:
         self._own_loading: tuple[Module, dict[str, Any]] | None = None
         # What is read once all ranks have checked theirs:
-        self._of_model: list[ReadItem] = []
-        self._of_states: list[ReadItem] = []
+        self._of_model: list[_Read] = []
+        self._of_states: list[_Read] = []  # those at once among them
         self._extra_states: list[tuple[Module, Any]] = []
-        # What is read while it is checked, into moments that were zeros.
-        self._at_once: list[ReadItem] = []
         # Until the model is loaded on all ranks: moments that were zeros, and tensors of a model that loads itself, as they were.
         self._zeros: list[Tensor] = []
         self._before: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -156,14 +142,13 @@ class _Checkpoint:
             self._plan_model(model)
         found = {} if optimizer is None else self._optimizer_state(model, optimizer)
         self.extra = self._extra()
-        if self._engine is not None and self._at_once:
+        if self._engine is not None and self._zeros:
             self._engine.announce_write()
-        at_once = set(map(id, self._at_once))
-        for item in self.reader.in_order([*self._of_model, *self._of_states, *self._at_once]):
-            if id(item) in at_once:
-                self._read([item], checks=True)
+        for read in sorted([*self._of_model, *self._of_states], key=self._place):
+            if read.is_at_once:
+                self._read([read], checks=True)
             else:
-                self.reader.check([item])
+                self.reader.check(read.item)
         return found
 
     def end(self) -> None:
@@ -235,9 +220,9 @@ class _Checkpoint:
                 continue
             if self._engine is not None and value in known:
                 boxes = live_boxes(self._engine, known[value])
-                self._of_model += self._items_of(key, ((live.box, live.of(PARAM)) for live in boxes))
+                self._of_model += self._reads_of(key, [(live.box, live.of(PARAM)) for live in boxes])
             else:
-                self._of_model += self._items_of(key, [_whole(value.detach())])
+                self._of_model += self._reads_of(key, [_whole(value.detach())])
 
     def _plan_own_loading(self, model: Module, wanted: Mapping[str, Any]) -> None:
         extra = [key for key, value in wanted.items() if is_extra_state(key) and self._has(key, value)]
@@ -340,13 +325,12 @@ class _Checkpoint:
         for name, state in zip(saved_names(states), states.values(), strict=True):
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
-                items = self._items_of(keys[name], ((live.box, live.of(name)) for live in boxes))
-                if is_new and name != "master_param":
-                    self._at_once += items
+                is_at_once = is_new and name != "master_param"
+                reads = self._reads_of(keys[name], [(live.box, live.of(name)) for live in boxes], is_at_once)
+                if is_at_once:
                     self._zeros.append(state)
-                    items = []
-                self._of_states += items
-                entry[name] = StoredState(info.param.shape, partial(self._read, items))
+                self._of_states += reads
+                entry[name] = StoredState(info.param.shape, partial(self._read, [] if is_at_once else reads))
         return entry
 
     def _groups(self, ours: Sequence[dict[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
@@ -378,35 +362,41 @@ class _Checkpoint:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def _items_of(self, key: str, boxes: Iterable[tuple[Box, Sequence[Tensor]]]) -> list[ReadItem]:
-        """What is to be read of a tensor into views of boxes of it."""
-        items: list[ReadItem] = []
-        for box, views in boxes:
-            for number, chunk in enumerate(self._entries[key].chunks):
-                for begin, sizes in _overlaps(box, chunk, CHUNK_BYTES // 4 if len(views) > 1 else None):
-                    here = [at - offset for at, offset in zip(begin, box.offsets, strict=True)]
-                    there = [at - offset for at, offset in zip(begin, chunk.offsets, strict=True)]
-                    item = ReadItem(
-                        LoadItemType.TENSOR,
-                        dest_index=self._planner.add([_part(view, here, sizes) for view in views]),
-                        dest_offsets=torch.Size(here),
-                        storage_index=MetadataIndex(key, chunk.offsets, number),
-                        storage_offsets=torch.Size(there),
-                        lengths=torch.Size(sizes),
-                    )
-                    items.append(item)
-        return items
+    def _reads_of(
+        self, key: str, boxes: Sequence[tuple[Box, Sequence[Tensor]]], is_at_once: bool = False
+    ) -> list[_Read]:
+        """What is to be read of a tensor into views of boxes of it; masters in parts of a chunk, since they are joined."""
+        found: list[_Read] = []
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in boxes]
+        for item in create_read_items_for_chunk_list(key, self._entries[key], chunks):
+            views = [part_of(view, item.dest_offsets, item.lengths) for view in boxes[item.dest_index.index or 0][1]]
+            if len(views) == 1:
+                found.append(_Read(item, views, is_at_once))
+                continue
+            strides = torch.empty(item.lengths, device="meta").stride()
+            for begin, sizes in pieces_of(item.lengths, strides, CHUNK_BYTES // 4):
+                offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
+                part = replace(item, storage_offsets=torch.Size(offsets), lengths=torch.Size(sizes))
+                found.append(_Read(part, [part_of(view, begin, sizes) for view in views]))
+        return found
 
-    def _read(self, items: list[ReadItem], *, checks: bool = False) -> None:
-        self.reader.load(items, self._planner, checks=checks)  # type: ignore[arg-type]
+    def _place(self, read: _Read) -> tuple[str, int]:
+        return self.reader.place(read.item)
+
+    def _read(self, reads: list[_Read], *, checks: bool = False) -> None:
+        for read in sorted(reads, key=self._place):
+            views = read.views
+            target = views[0] if len(views) == 1 else torch.empty_like(views[0], dtype=torch.float32)
+            self.reader.read(read.item, target, checks=checks)
+            if len(views) > 1:
+                load_master(views[0], {"remainder": views[1]}, target)
 
     def _value(self, key: str) -> Any:
         """A tensor that is small, or not divided here; or another object."""
         if isinstance(entry := self._entries[key], BytesStorageMetadata):
             return self.reader.read_object(key)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        items = self._items_of(key, [_whole(whole)])
-        self._read(items, checks=True)
+        self._read(self._reads_of(key, [_whole(whole)]), checks=True)
         return whole
 
 
@@ -418,33 +408,6 @@ def _is_new(engine: Engine) -> bool:
 
 def _whole(tensor: Tensor) -> tuple[Box, Sequence[Tensor]]:
     return Box((0,) * tensor.dim(), tuple(tensor.shape), 0, tensor.stride()), [tensor]
-
-
-def _part(view: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        view = view.narrow(dim, offset, size)
-    return view
-
-
-def _overlaps(box: Box, chunk: ChunkStorageMetadata, most: int | None) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of what both have, in parts of at most ``most`` elements."""
-    begin = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
-    ends = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)]
-    sizes = [end - at for at, end in zip(begin, ends, strict=True)]
-    if all(size > 0 for size in sizes):
-        yield from [(begin, sizes)] if most is None else _cut(begin, sizes, most)
-
-
-def _cut(begin: list[int], sizes: list[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
-    if torch.Size(sizes).numel() <= most:
-        yield begin, sizes
-        return
-    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-    step = max(most // torch.Size(sizes[dim + 1 :]).numel(), 1)
-    for at in range(0, sizes[dim], step):
-        taken = min(step, sizes[dim] - at)
-        moved = [*begin[:dim], begin[dim] + at, *begin[dim + 1 :]]
-        yield from _cut(moved, [*sizes[:dim], taken, *sizes[dim + 1 :]], most)
 
 
 def _name_in(there: Collection[str], names: Sequence[str]) -> str:

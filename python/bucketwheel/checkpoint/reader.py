@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from bucketwheel.checkpoint.format import METADATA, Description, Stored, describe, folder_of
-from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "part_of", "pieces_of"]
 
 _MOST_FILES = 256  # open at a time: each rank has written one, and a process may often open 1024
 _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
@@ -31,26 +31,18 @@ _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and
 class Reader(StorageReader):
     """Where `torch.distributed.checkpoint.load` reads from: ``storage_reader=bw.checkpoint.Reader(path)``.
 
-    Reads what `Writer` and torch's FileSystemWriter write, of torch 2.10 to 2.15. A damaged, cut off or foreign file is a
-    `CheckpointError`; nothing that a file says is executed.
+    Reads what `Writer` and torch's FileSystemWriter write, of torch 2.10 to 2.15. Checksums of all that a rank reads are
+    compared before any rank loads anything, so it is read twice; a checkpoint of another writer has none, and its sizes and
+    names are checked. A damaged, cut off or foreign file is a `CheckpointError`. Nothing that a file says is executed:
+    objects beside tensors load as by ``torch.load(weights_only=True)``.
 
     Args:
         path: the checkpoint's folder.
-        verify: when checksums are compared, of all that this rank reads. ``"before"``: before any rank loads anything, at
-            the cost of reading twice. ``"reading"``: each chunk as it is read, so an error may leave some values loaded.
-            ``"never"``. A checkpoint of another writer has none: its sizes and names are checked.
-        weights_only: refuse objects, beside tensors, whose pickles name more than tensors and plain Python values
-            (`torch.load`). False executes what the pickles say: only for a checkpoint that you trust.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: str = "before", weights_only: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        if verify not in ("before", "reading", "never"):
-            raise ValueError(f"verify is {verify!r}, expected one of 'before', 'reading', 'never'")
         self.path = folder_of(path)
-        self.verify_when = verify
-        self.weights_only = weights_only
-        self._checks = verify == "reading"  # whether a read compares checksums now; see `load`
         self._description: Description | None = None
         self._files: dict[str, int] = {}  # open ones, by relative path, until close()
         self._staging = memoryview(b"")
@@ -93,16 +85,16 @@ class Reader(StorageReader):
         return compared
 
     def read_object(self, fqn: str) -> Any:
-        """An object that is no tensor; its checksums are compared unless ``verify`` is ``"never"``. Raises `CheckpointError`,
-        also if its pickle names what ``weights_only`` refuses."""
+        """An object that is no tensor; its checksums are compared. Raises `CheckpointError`, also if its pickle names what
+        ``torch.load(weights_only=True)`` refuses."""
         content = self._object_bytes(MetadataIndex(fqn))
         try:
-            return torch.load(content, map_location="cpu", weights_only=self.weights_only)
+            return torch.load(content, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{fqn!r} in {self.path} is more than tensors and plain values{f': {named[1]}' if named else ''}. Reader(..., "
-                "weights_only=False) loads it, and executes what it says"
+                f"{fqn!r} in {self.path} is more than tensors and plain values{f': {named[1]}' if named else ''}. torch's "
+                "FileSystemReader loads it, and executes what it says"
             ) from error
         except Exception as error:  # a damaged one may raise anything
             raise CheckpointError(f"{fqn!r} in {self.path} cannot be loaded: {error}") from error
@@ -132,7 +124,8 @@ class Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """All ranks come here before any of them loads: an error of one stops all."""
         try:
-            self.check(plan.items)
+            for item in sorted(plan.items, key=self.place):
+                self.check(item)
         finally:
             self.close()
         return plan
@@ -142,53 +135,61 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            self.load(plan.items, planner)
+            for item in sorted(plan.items, key=self.place):
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._object_bytes(item.storage_index))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                self.read(item, target)
+                planner.commit_tensor(item, target)
         finally:
             self.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    # ---- the same for `bucketwheel.checkpoint.load`, which calls them for each state and closes at its end
+    # ---- item by item: for the above, and for `bucketwheel.checkpoint.load`, which closes at its end
 
-    def in_order(self, items: Iterable[ReadItem]) -> list[ReadItem]:
-        """In the order in which they lie in the files, which disks read fastest."""
+    def place(self, item: ReadItem) -> tuple[str, int]:
+        """Disks read fastest in this order."""
+        stored = self._stored(item.storage_index)
+        return stored.path, stored.offset
 
-        def place(item: ReadItem) -> tuple[str, int]:
-            stored = self._stored(item.storage_index)
-            return stored.path, stored.offset
+    def check(self, item: ReadItem) -> None:
+        """Before a load: `CheckpointError` for an item that is damaged or refused."""
+        index, stored = item.storage_index, self._stored(item.storage_index)
+        if item.type == LoadItemType.BYTE_IO:
+            self.read_object(index.fqn)
+        elif stored.sums is None:
+            self._foreign_box(index)
+        else:
+            dtype, sizes = self._box(index)
+            first, last = _span(sizes, item.storage_offsets, item.lengths)
+            self._check_item(index, stored, first * dtype.itemsize, last * dtype.itemsize)
 
-        return sorted(items, key=place)
-
-    def check(self, items: Iterable[ReadItem]) -> None:
-        """What is looked at before a load: `CheckpointError` for an item that is damaged or refused."""
-        for item in self.in_order(items):
-            stored = self._stored(item.storage_index)
-            if item.type == LoadItemType.BYTE_IO:
-                if self.weights_only:
-                    self.read_object(item.storage_index.fqn)
-                elif self.verify_when == "before":
-                    self._object_bytes(item.storage_index)
-            elif stored.sums is None:
-                self._foreign_box(item.storage_index)
-            elif self.verify_when == "before":
-                self._check_item(item.storage_index, stored, *self._needed(item))
-
-    def load(self, items: Iterable[ReadItem], planner: LoadPlanner, *, checks: bool = False) -> None:
-        """Reads items to where ``planner`` wants them. ``checks``: compare checksums on the way, whatever ``verify`` is."""
-        before, self._checks = self._checks, self._checks or checks
-        try:
-            for item in self.in_order(items):
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._object_bytes(item.storage_index))
-                    continue
-                target = planner.resolve_tensor(item).detach()
-                self._load(item, target)
-                planner.commit_tensor(item, target)
-                if self._checks and (stored := self._stored(item.storage_index)).sums is not None:
-                    self._check_item(item.storage_index, stored, 0, 0)  # what lies around its data
-        finally:
-            self._checks = before
+    def read(self, item: ReadItem, target: torch.Tensor, *, checks: bool = False) -> None:
+        """A part of a box into ``target``. ``checks``: compare checksums on the way."""
+        index, stored = item.storage_index, self._stored(item.storage_index)
+        if target.shape != item.lengths:
+            raise CheckpointError(f"{index.fqn!r}: {tuple(item.lengths)} into {tuple(target.shape)}")
+        dtype, sizes = self._box(index)
+        first, last = _span(sizes, item.storage_offsets, item.lengths)
+        is_plain = target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+        if stored.sums is None:
+            target.copy_(part_of(self._foreign_box(index), item.storage_offsets, item.lengths))
+        elif is_plain and target.dtype == dtype and last - first == target.numel():
+            self._read_data(index, stored, first * dtype.itemsize, buffer_of(target), checks)
+            torch.autograd.graph.increment_version(target)  # torch does not see this write
+        else:
+            strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+            for begin, lengths in pieces_of(item.lengths, strides, self.description.chunk_bytes // dtype.itemsize):
+                offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
+                first, last = _span(sizes, offsets, lengths)
+                staged = torch.empty(last - first, dtype=dtype, device="cpu")
+                self._read_data(index, stored, first * dtype.itemsize, buffer_of(staged), checks)
+                part_of(target, begin, lengths).copy_(staged.as_strided(lengths, strides))
+        if checks and stored.sums is not None:
+            self._check_item(index, stored, 0, 0)  # what lies around its data
 
     # ---- inside
 
@@ -200,66 +201,14 @@ class Reader(StorageReader):
 
     def _box(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         entry = self.description.metadata.state_dict_metadata[index.fqn]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{index.fqn!r} in {self.path} is no tensor")
-        hint = index.index
-        if hint is None or hint >= len(entry.chunks) or entry.chunks[hint].offsets != index.offset:
-            hint = next(i for i, chunk in enumerate(entry.chunks) if chunk.offsets == index.offset)
-        return entry.properties.dtype, entry.chunks[hint].sizes
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = entry.chunks[index.index or 0 :] + entry.chunks  # its number is a hint
+        return entry.properties.dtype, next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
 
-    def _needed(self, item: ReadItem) -> tuple[int, int]:
-        """The bytes of the box from the first to the last element that is read."""
-        dtype, sizes = self._box(item.storage_index)
-        if 0 in item.lengths:
-            return 0, 0
-        first = last = 0
-        for size, offset, length in zip(sizes, item.storage_offsets, item.lengths, strict=True):
-            first, last = first * size + offset, last * size + offset + length - 1
-        return first * dtype.itemsize, (last + 1) * dtype.itemsize
-
-    def _load(self, item: ReadItem, target: torch.Tensor) -> None:
-        dtype, sizes = self._box(item.storage_index)
-        if target.shape != item.lengths:
-            raise CheckpointError(f"{item.storage_index.fqn!r}: {tuple(item.lengths)} into {tuple(target.shape)}")
-        if sizes:
-            self._load_rows(item.storage_index, dtype, 0, sizes, item.storage_offsets, target)
-        else:
-            self._load_rows(item.storage_index, dtype, 0, (1,), (0,), target.view(1))
-
-    def _load_rows(
-        self, index: MetadataIndex, dtype: torch.dtype, begin: int, sizes: Any, offsets: Any, target: torch.Tensor
-    ) -> None:
-        """The part of a box, or of a row of it, from ``offsets`` on into ``target``; it begins at element ``begin``."""
-        if target.numel() == 0:
-            return
-        row = torch.Size(sizes[1:]).numel()
-        first = begin + offsets[0] * row
-        has_whole_rows = target.shape[1:] == sizes[1:] and target.is_contiguous()
-        has_bits = target.dtype == dtype and not (target.is_conj() or target.is_neg())
-        if has_whole_rows and has_bits and target.is_cpu:
-            self._read_box(index, first * dtype.itemsize, buffer_of(target))
-            torch.autograd.graph.increment_version(target)  # torch does not see this write
-            return
-        rows = (self.description.chunk_bytes or CHUNK_BYTES) // (row * dtype.itemsize)
-        if rows == 0 and len(sizes) > 1:
-            for i, part in enumerate(target):
-                self._load_rows(index, dtype, first + i * row, sizes[1:], offsets[1:], part)
-            return
-        rows = max(rows, 1)
-        for at in range(0, len(target), rows):
-            part = target[at : at + rows]
-            staged = torch.empty(len(part), *sizes[1:], dtype=dtype, device="cpu")
-            self._read_box(index, (first + at * row) * dtype.itemsize, buffer_of(staged))
-            for dimension, (offset, length) in enumerate(zip(offsets[1:], part.shape[1:], strict=True), 1):
-                staged = staged.narrow(dimension, offset, length)
-            part.copy_(staged)
-
-    def _read_box(self, index: MetadataIndex, begin: int, out: memoryview) -> None:
+    def _read_data(self, index: MetadataIndex, stored: Stored, begin: int, out: memoryview, checks: bool) -> None:
         """Bytes [begin, begin + len(out)) of a box's data, in row-major order."""
-        stored = self._stored(index)
-        if stored.sums is None:
-            out[:] = buffer_of(self._foreign_box(index))[begin : begin + len(out)]
-        elif self._checks:
+        assert stored.sums is not None
+        if checks:
             self._check_data(index, stored, begin, begin + len(out), out)
         else:
             self._read(stored, stored.sums.begin + begin, out)
@@ -329,17 +278,12 @@ class Reader(StorageReader):
 
     def _object_bytes(self, index: MetadataIndex) -> BytesIO:
         stored = self._stored(index)
-        content = BytesIO()
-        if stored.length:  # made of its length in place: it may be large
-            content.seek(stored.length - 1)
-            content.write(b"\0")
-            content.seek(0)
-        with content.getbuffer() as memory:
-            if stored.sums is not None and self.verify_when != "never":
-                self._check_data(index, stored, 0, stored.length, memory)
-            else:
-                self._read(stored, 0, memory)
-        return content
+        content = bytearray(stored.length)
+        if stored.sums is None:
+            self._read(stored, 0, memoryview(content))
+        else:
+            self._check_data(index, stored, 0, stored.length, memoryview(content))
+        return BytesIO(content)
 
     def _foreign_box(self, index: MetadataIndex) -> torch.Tensor:
         """A box of another writer, loaded whole."""
@@ -353,5 +297,39 @@ class Reader(StorageReader):
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
                 raise CheckpointError(f"{at} is not a {dtype} of {tuple(sizes)}")
-            self._whole = index, tensor.resolve_conj().resolve_neg().contiguous()
+            self._whole = index, tensor.resolve_conj().resolve_neg()
         return self._whole[1]
+
+
+def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of the box of ``sizes`` that begins at ``offsets``."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def pieces_of(sizes: Sequence[int], strides: Sequence[int], most: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """(offsets, sizes) of the pieces of a box whose elements lie ``strides`` apart, row-major: each spans ``most`` elements,
+    or is one."""
+    if 0 in sizes:
+        return
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if span <= most or dim is None:
+        yield [0] * len(sizes), sizes
+        return
+    step = max(most // strides[dim], 1)
+    for at in range(0, sizes[dim], step):
+        taken = [*sizes[:dim], min(step, sizes[dim] - at), *sizes[dim + 1 :]]
+        for offsets, inner in pieces_of(taken, strides, most):
+            yield [*offsets[:dim], at + offsets[dim], *offsets[dim + 1 :]], inner
+
+
+def _span(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """The elements of a box from the first to the last of a part of it."""
+    if 0 in lengths:
+        return 0, 0
+    first = last = 0
+    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+        first, last = first * size + offset, last * size + offset + length - 1
+    return first, last + 1

@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from bucketwheel import CheckpointError, checkpoint
@@ -287,35 +286,20 @@ def test_what_does_not_fit_changes_nothing(
     on_ranks(world, load)
 
 
-DAMAGED = [(item, 0.5) for item in ("optim.state.3.exp_avg", "model.weights.3", "model.frozen", "extra")]
-DAMAGED += [("optim.state.3.exp_avg", 0), ("optim.state.3.step", 0)]
-
-
-@pytest.mark.parametrize(
-    ("item", "place", "before"),
-    [
-        *((*damaged, before) for damaged in DAMAGED for before in ("stepped", "new")),
-        *((*DAMAGED[0], before) for before in ("steps zeroed", "edited")),
-    ],
-)
-def test_a_damaged_file_changes_nothing_on_any_rank(item: str, place: float, before: str, tmp_path: Path) -> None:
-    """Moments of a new optimizer are read before all is checked; they are zeros again. Not so what somebody wrote there.
-    ``place``: in the item's data, or 0: before it."""
+@pytest.mark.parametrize("item", ["optim.state.3.exp_avg", "model.frozen", "extra"])
+@pytest.mark.parametrize("before", ["stepped", "new", "edited"])
+def test_a_damaged_file_changes_nothing_on_any_rank(item: str, before: str, tmp_path: Path) -> None:
+    """Moments of a new optimizer are read before all is checked; they are zeros again. Not so what somebody wrote there."""
     saved_by(2, tmp_path)
-    stored = [s for index, s in checkpoint.Reader(tmp_path).description.items.items() if index.fqn == item]
-    with open(tmp_path / stored[0].path, "r+b") as file:
-        file.seek(stored[0].offset + (stored[0].sums.begin + int(stored[0].sums.nbytes * place) if place else 0))
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    (stored, *_) = [s for index, s in checkpoint.Reader(tmp_path).description.items.items() if index.fqn == item]
+    content = bytearray((tmp_path / stored.path).read_bytes())
+    content[stored.offset + stored.sums.begin + stored.sums.nbytes // 2] ^= 1
+    (tmp_path / stored.path).write_bytes(content)
 
     def load(comm: Any) -> str:
         job = jobs.of(comm, seed=9)
-        if before.startswith("step"):
+        if before == "stepped":
             job.steps(7)
-        if before == "steps zeroed":
-            for state in job.opt.state.values():
-                state["step"].zero_()
         elif before == "edited":
             for state in job.opt.state.values():
                 state["exp_avg_sq"].fill_(2.0)
@@ -429,18 +413,6 @@ def test_what_is_saved_comes_back_equal(name: str, world: int | None, tmp_path: 
     state = {"model": with_state(jobs.of(None, seed=9), copy.deepcopy(odd)).model.state_dict(), "extra": None}
     dcp.load(state, checkpoint_id=tmp_path)
     assert repr(state["extra"]) == repr(odd)
-
-
-def test_a_flat_dict_of_a_torch_optimizer(tmp_path: Path) -> None:
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    twin = torch.optim.AdamW(model.parameters(), lr=0.25)
-    model(torch.ones(1, 3)).sum().backward()
-    twin.step()
-    dcp.save(flatten_state_dict({"model": model.state_dict(), "optim": twin.state_dict()})[0], checkpoint_id=tmp_path)
-    opt = jobs.ShardedAdamW(other.parameters(), process_group=None)
-    checkpoint.load(tmp_path, other, opt)
-    assert_bitwise_equal([opt.full_state(p) for p in other.parameters()], [dict(s) for s in twin.state.values()])
-    assert opt.param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize("world", [None, 2])
