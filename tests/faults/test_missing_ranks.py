@@ -229,7 +229,7 @@ def test_who_leaves_while_others_wait_is_not_called_dead(tmp_path: Path, how: st
 
 def without_an_optimizer(rank: int, world: int, folder: Path) -> tuple[list[str], str, str, str]:
     model, lines = nn.Linear(2, 2), []  # type: ignore[var-annotated]
-    with stderr_lines(lines), mock.patch("bucketwheel.checkpoint.saving.timeout_of", lambda *_: LIMIT_S):
+    with stderr_lines(lines), mock.patch("bucketwheel.checkpoint.everyone.timeout_of", lambda *_: LIMIT_S):
         if rank == 1:
             time.sleep(LIMIT_S + 0.7)
         with pytest.raises(CommTimeout) as alone:

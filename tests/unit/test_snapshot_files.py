@@ -38,8 +38,8 @@ def test_a_file_holds_memory_and_has_its_name_once_it_is_published(tmp_path: Pat
 
 
 def test_files_of_other_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    kept = {"mine.snapshot", f"bucketwheel-1-{RUN}-0.snapshot", f"bucketwheel-1-{RUN}-1.snapshot.unfinished"}
-    for name in kept | {f"bucketwheel-1-{OTHER}-0.snapshot", f"bucketwheel-1-{OTHER}-1.snapshot.unfinished"}:
+    kept = {"mine.snapshot", f"bucketwheel-2-{RUN}-0.snapshot", f"bucketwheel-2-{RUN}-1.snapshot.unfinished"}
+    for name in kept | {f"bucketwheel-2-{OTHER}-0.snapshot", f"bucketwheel-2-{OTHER}-1.snapshot.unfinished"}:
         (tmp_path / name).touch()
     remove_other_runs(tmp_path, RUN)
     assert set(os.listdir(tmp_path)) == kept

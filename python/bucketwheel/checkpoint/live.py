@@ -5,8 +5,8 @@ Saves read them and loads write to them, so that neither holds a copy of the sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,8 +14,20 @@ from torch import Tensor
 from bucketwheel.checkpoint.boxes import Box, boxes_of
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import join_master
+from bucketwheel.layout.shard_memory import ShardMemory
 
-__all__ = ["PARAM", "Engine", "LiveBox", "engine_of", "live_boxes", "split_views", "value_of"]
+__all__ = [
+    "PARAM",
+    "Engine",
+    "HostRows",
+    "ShardedOptimizer",
+    "engine_of",
+    "exchange",
+    "live_boxes",
+    "parts_of",
+    "split_views",
+    "value_of",
+]
 
 PARAM = "param"  # beside the names of the states
 
@@ -24,28 +36,68 @@ class Engine(Protocol):
     """What a checkpoint asks of an optimizer's engine; see `ShardedEngine`."""
 
     infos: list[ParamInfo]
-    states: Any
     steps: Tensor
     write_observers: list[Any]
+    step_observers: list[Any]
 
+    @property
+    def states(self) -> list[dict[str, Tensor]]: ...
     @property
     def part(self) -> tuple[int, int]: ...
     @property
     def ranks(self) -> tuple[int, int]: ...
     @property
+    def are_threads(self) -> bool: ...
+    @property
     def timeout_s(self) -> float: ...
     def owned_ranges(self, index: int) -> list[tuple[int, int]]: ...
     def value_parts(self, index: int) -> list[Tensor]: ...
+    def shard_memory(self) -> ShardMemory: ...
     def write_order(self) -> list[int]: ...
     def param_sync(self) -> None: ...
     def bind_moved(self) -> None: ...
     def share_params(self) -> None: ...
     def announce_write(self, indices: Collection[int] | None = None) -> None: ...
     def expect_loaded_model(self) -> None: ...
+    def exchange(self, said: bytes) -> list[bytes]: ...
     def expect_done_by_all(self, what: str, error: Exception | None) -> None: ...
 
 
-def engine_of(optimizer: Any) -> Engine | None:
+class HostRows(Protocol):
+    """Steps a copy of a shard in host memory as the optimizer steps the shard; see `AdamRows`."""
+
+    table: Any
+
+    def add(
+        self, param: int, group: int, p: Tensor, g: Tensor | None, state: Mapping[str, Tensor], *, param_begin: int = 0
+    ) -> int: ...
+    def begin_step(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        used: Sequence[bool] | bytes,
+        factors: Tensor | None = None,
+        average: float = 1.0,
+    ) -> None: ...
+    def step(self) -> None: ...
+
+
+class ShardedOptimizer(Protocol):
+    """What a checkpoint asks of an optimizer: a `ShardedAdamW`."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def _engine(self) -> Engine: ...
+    def _follow_groups(self) -> None: ...
+    def _follow_state(self) -> None: ...
+    def _waiting_states(self) -> dict[Tensor, dict[str, Any]]: ...
+    def _load(
+        self, what: str, find: Callable[[], dict[str, Any]], load_model: Callable[[], None] | None = None
+    ) -> None: ...
+    def _host_rows(self, steps: Tensor, *, amsgrad: bool, resync: bool) -> HostRows: ...
+
+
+def engine_of(optimizer: ShardedOptimizer | None) -> Engine | None:
     """Of a `ShardedAdamW`, or None of None. TypeError for another optimizer."""
     if optimizer is not None and not hasattr(optimizer, "_engine"):
         raise TypeError(
@@ -54,35 +106,27 @@ def engine_of(optimizer: Any) -> Engine | None:
     return None if optimizer is None else optimizer._engine
 
 
-@dataclass(frozen=True)
-class LiveBox:
-    """``views``: of the parameter (`PARAM`) and of each state, all of the box's sizes."""
-
-    box: Box
-    views: dict[str, Tensor]
-
-    def of(self, name: str) -> tuple[Tensor, ...]:
-        """What a state is made of, as it is saved: itself, or the parameter and the remainder of its master."""
-        if name == "master_param" and "remainder" in self.views:
-            return self.views[PARAM], self.views["remainder"]
-        return (self.views[name],)
+def exchange(engine: Engine, mine: Any) -> list[Any]:
+    """The JSON values of all ranks of an optimizer. Collective."""
+    return [json.loads(said) for said in engine.exchange(json.dumps(mine).encode())]
 
 
-def live_boxes(engine: Engine, info: ParamInfo) -> list[LiveBox]:
-    """What this rank owns of a parameter; together, the ranks that states are sharded over have each element once."""
+def live_boxes(engine: Engine, info: ParamInfo) -> list[tuple[Box, dict[str, Tensor]]]:
+    """The boxes that this rank owns of a parameter, each with views of its sizes: of the parameter (`PARAM`) and of each
+    state. Together, the ranks that states are sharded over have each element once."""
     shape, states = info.param.shape, engine.states[info.index]
     if info.param.numel() == 0:  # one rank must say that there is such a tensor
         (box,) = boxes_of(shape, info.stride, [(0, 0)])
         empty = {PARAM: info.param.detach(), **states}
         views = {name: like.new_empty(box.sizes) for name, like in empty.items()}
-        return [LiveBox(box, views)] if engine.part[0] == 0 else []
+        return [(box, views)] if engine.part[0] == 0 else []
     flat = {name: state.as_strided((state.numel(),), (1,)) for name, state in states.items()}
     found = []
     at = 0
     for values, (begin, end) in zip(engine.value_parts(info.index), engine.owned_ranges(info.index), strict=True):
         for box in boxes_of(shape, info.stride, [(begin, end)]):
             views = {name: _view(state, box, at) for name, state in flat.items()}
-            found.append(LiveBox(box, {PARAM: _view(values, box, 0), **views}))
+            found.append((box, {PARAM: _view(values, box, 0), **views}))
         at += end - begin
     return found
 
@@ -92,8 +136,15 @@ def _view(flat: Tensor, box: Box, at: int) -> Tensor:
     return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + at + box.begin)
 
 
+def parts_of(views: Mapping[str, Tensor], name: str) -> tuple[Tensor, ...]:
+    """What a state is made of, as it is saved: itself, or the parameter and the remainder of its master."""
+    if name == "master_param" and "remainder" in views:
+        return views[PARAM], views["remainder"]
+    return (views[name],)
+
+
 def value_of(views: Sequence[Tensor]) -> Tensor:
-    """What `LiveBox.of` stands for."""
+    """What `parts_of` stands for."""
     return views[0] if len(views) == 1 else join_master(*views)
 
 

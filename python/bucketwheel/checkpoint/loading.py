@@ -24,15 +24,14 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from bucketwheel.checkpoint.boxes import Box
+from bucketwheel.checkpoint.everyone import everyone_of
 from bucketwheel.checkpoint.format import folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, engine_of, live_boxes
+from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
 from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
 from bucketwheel.checkpoint.reader import Reader, part_of, pieces_of
 from bucketwheel.checkpoint.saving import (
     EXTRA_OF,
     WHOLE,
-    agree,
-    everyone_of,
     finish_before,
     is_extra_state,
     model_tensors,
@@ -54,7 +53,9 @@ _PART = (
 _TRIES = 5  # to read a checkpoint that newer saves replace meanwhile
 
 
-def load(directory: str | os.PathLike[str], model: Module | None = None, optimizer: Any = None) -> Any:
+def load(
+    directory: str | os.PathLike[str], model: Module | None = None, optimizer: ShardedOptimizer | None = None
+) -> Any:
     """Loads a checkpoint and returns its ``extra`` (None if it has none). Collective, over the ranks of `save`.
 
     It may have been saved by any number of ranks, by `save` or by stock `torch.distributed.checkpoint` of ``{"model": ...,
@@ -71,15 +72,16 @@ def load(directory: str | os.PathLike[str], model: Module | None = None, optimiz
     """
     engine = engine_of(optimizer)
     folder = folder_of(directory)
-    finish_before(engine, everyone_of(engine), folder)
+    everyone = everyone_of(engine)
+    finish_before(everyone, folder)
     what = f"bw.checkpoint.load of {folder.name}"  # ranks compare it; copies may lie in other places
     for tries_left in reversed(range(_TRIES)):
         checkpoint = _Checkpoint(folder, engine)
         try:
-            if engine is not None:
+            if optimizer is not None:
                 optimizer._load(what, partial(checkpoint.plan, model, optimizer), checkpoint.load_model)
             else:
-                with failing_together(partial(agree, None), what):
+                with failing_together(everyone.agree, what):
                     checkpoint.plan(model, None)
                 checkpoint.load_model()
             return checkpoint.extra
@@ -125,7 +127,7 @@ class _Checkpoint:
     def _entries(self) -> Mapping[str, Any]:
         return self.reader.description.metadata.state_dict_metadata
 
-    def plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
+    def plan(self, model: Module | None, optimizer: ShardedOptimizer | None) -> dict[str, Any]:
         """Checks everything, and returns what the optimizer is to load. Writes nothing but moments that were zeros."""
         try:
             return self._plan(model, optimizer)
@@ -135,7 +137,7 @@ class _Checkpoint:
         # Nothing is loaded: `load_model` finds the same, and all ranks try again.
         return {"state": {}, "param_groups": [] if optimizer is None else numbered_groups(optimizer.param_groups)}
 
-    def _plan(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
+    def _plan(self, model: Module | None, optimizer: ShardedOptimizer | None) -> dict[str, Any]:
         if self._engine is not None:
             self._engine.bind_moved()
         if model is not None:
@@ -166,11 +168,12 @@ class _Checkpoint:
         """All ranks have checked what they load. Collective."""
         # All ranks have read ``.metadata`` by now. If it is unchanged, they have read the same checkpoint.
         newer = CheckpointError(f"{self._folder} has a newer checkpoint now") if self.reader.is_replaced() else None
+        everyone = everyone_of(self._engine)
         try:
-            agree(self._engine, "bw.checkpoint.load", newer)
+            everyone.agree("bw.checkpoint.load", newer)
         except (CheckpointError, ValueError) as error:
             raise _Overtaken(str(error)) from error
-        with failing_together(partial(agree, self._engine), "bw.checkpoint.load"):
+        with failing_together(everyone.agree, "bw.checkpoint.load"):
             if self._own_loading is not None:
                 model, tensors = self._own_loading
                 homes = (home for module in model.modules() for home in (module._parameters, module._buffers))
@@ -220,7 +223,7 @@ class _Checkpoint:
                 continue
             if self._engine is not None and value in known:
                 boxes = live_boxes(self._engine, known[value])
-                self._of_model += self._reads_of(key, [(live.box, live.of(PARAM)) for live in boxes])
+                self._of_model += self._reads_of(key, [(box, parts_of(views, PARAM)) for box, views in boxes])
             else:
                 self._of_model += self._reads_of(key, [_whole(value.detach())])
 
@@ -294,7 +297,7 @@ class _Checkpoint:
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 
-    def _optimizer_state(self, model: Module | None, optimizer: Any) -> dict[str, Any]:
+    def _optimizer_state(self, model: Module | None, optimizer: ShardedOptimizer) -> dict[str, Any]:
         assert self._engine is not None
         names: dict[Tensor, list[str]] = {}  # several of tied weights
         for name, p in () if model is None else model.named_parameters(remove_duplicate=False):
@@ -326,7 +329,7 @@ class _Checkpoint:
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
                 is_at_once = is_new and name != "master_param"
-                reads = self._reads_of(keys[name], [(live.box, live.of(name)) for live in boxes], is_at_once)
+                reads = self._reads_of(keys[name], [(box, parts_of(views, name)) for box, views in boxes], is_at_once)
                 if is_at_once:
                     self._zeros.append(state)
                 self._of_states += reads

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import collections
-import json
 import secrets
 from typing import Any
 
 from torch import Tensor
 
+from bucketwheel.checkpoint.live import Engine, exchange
 from bucketwheel.comm import background, gloo
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.torch_internals import store_of
 
-__all__ = ["Neighbours", "exchange"]
+__all__ = ["Neighbours"]
 
 _CHUNK_BYTES = 256 << 20
-
-
-def exchange(engine: Any, mine: Any) -> list[Any]:
-    """The JSON values of all ranks of an optimizer. Collective."""
-    reducer = getattr(engine, "reducer", None)
-    said = json.dumps(mine).encode()
-    return [json.loads(other) for other in ([said] if reducer is None else reducer.exchange(said))]
 
 
 class Neighbours:
     """The ranks of ``engine`` in a ring. Collective. One rank alone is its own neighbour, and so is each of several
     ranks that are threads of one process: it reaches no other."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._rank, size = engine.ranks
         self._to_itself: collections.deque[Tensor] = collections.deque()
         self._sent: list[Any] = []
         self._group: Any = None
         distance = 0
-        if size > 1 and engine.comm.backend != "local":
+        if size > 1 and not engine.are_threads:
             prefix = f"bucketwheel/snapshots/{exchange(engine, secrets.token_hex(8))[0]}"
             rendezvous = Rendezvous(store_of(None), self._rank, size, engine.timeout_s, prefix)
             self._group, distance = gloo.connect(rendezvous, "ring"), 1

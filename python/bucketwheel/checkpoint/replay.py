@@ -11,14 +11,16 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bucketwheel.checkpoint.live import HostRows, ShardedOptimizer
 from bucketwheel.device import buffer_of
-from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, StepInputs
+from bucketwheel.layout.packing import Segment
+from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 
 __all__ = ["Record", "ShardCopy", "ShardLayout"]
 
@@ -60,12 +62,13 @@ class ShardLayout:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.rank = int(given["rank"])
         self.amsgrad, self._resync = bool(given["amsgrad"]), bool(given["resync"])
-        self.rows = [ShardRow(*row) for row in given["rows"]]
+        # Of each row of the kernel: the space, the group and the segment.
+        self.rows = [(space, group, Segment(*segment)) for space, group, *segment in given["rows"]]
         self.mirror, self.record = _Regions(given["mirror"]), _Regions(given["record"])
 
     @classmethod
     def of(cls, memory: ShardMemory, groups: int, rank: int, world: int) -> ShardLayout:
-        params = len(memory.names)
+        params = len(memory.infos)
         mirror = [("steps", "int64", params)]
         scalars = 1 + len(_HYPERPARAMETERS) * groups
         record = [("scalars", "float64", scalars), ("factors", "float64", params), ("used", "uint8", params)]
@@ -73,10 +76,14 @@ class ShardLayout:
             for name, pieces in space.pieces.items():
                 mirror.append((f"{number}.{name}", _text(pieces[0].dtype if pieces else torch.uint8), space.numel))
             record.append((f"{number}.grad", _text(space.grad_dtype), space.numel))
-        given = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync}
-        return cls(
-            json.dumps({**given, "names": memory.names, "rows": memory.rows, "mirror": mirror, "record": record})
-        )
+        given: dict[str, Any] = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync}
+        given |= {"names": [info.name for info in memory.infos], "mirror": mirror, "record": record}
+        given["rows"] = [
+            (number, memory.infos[s.param].group, *astuple(s))
+            for number, space in enumerate(memory.spaces)
+            for s in space.segments
+        ]
+        return cls(json.dumps(given))
 
     def pairs(self, memory: ShardMemory, mirror: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each piece of the shard with its place in a mirror."""
@@ -93,15 +100,19 @@ class ShardLayout:
         for piece, place in self.pairs(memory, mirror):
             place.copy_(piece)
 
-    def rows_over(self, mirror: Tensor) -> AdamRows:
-        """The kernel's rows, without gradients."""
+    def rows_over(self, mirror: Tensor, optimizer: ShardedOptimizer) -> HostRows:
+        """What steps a mirror, without gradients."""
         tensors = self.mirror.tensors(mirror)
-        rows = AdamRows(tensors.pop("steps"), amsgrad=self.amsgrad, resync=self._resync)
-        for row in self.rows:
-            of_space = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{row.space}.")}
-            cut = {name.split(".")[1]: whole[row.begin : row.begin + row.numel] for name, whole in of_space.items()}
-            rows.add(row.param, row.group, cut.pop("param"), None, cut, param_begin=row.param_begin)
+        rows = optimizer._host_rows(tensors.pop("steps"), amsgrad=self.amsgrad, resync=self._resync)
+        for space, group, s in self.rows:
+            of_space = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{space}.")}
+            cut = {name.split(".")[1]: _cut(whole, s) for name, whole in of_space.items()}
+            rows.add(s.param, group, cut.pop("param"), None, cut, param_begin=s.param_begin)
         return rows
+
+
+def _cut(whole: Tensor, segment: Segment) -> Tensor:
+    return whole[segment.shard_begin : segment.shard_begin + segment.numel]
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -115,9 +126,7 @@ class Record:
         self.memory = memory
         self._layout = layout
         self._tensors = layout.record.tensors(memory)
-        self.grads = [  # of each row
-            self._tensors[f"{row.space}.grad"][row.begin : row.begin + row.numel] for row in layout.rows
-        ]
+        self.grads = [_cut(self._tensors[f"{space}.grad"], s) for space, _, s in layout.rows]  # of each row
         # Written by the host without torch: in a call of torch another thread may take the interpreter.
         self._host = {name: buffer_of(self._tensors[name]) for name in ("scalars", "factors", "used")}
 
@@ -146,12 +155,14 @@ class Record:
             if space.grad is not None:
                 self._tensors[f"{number}.grad"].copy_(space.grad, non_blocking=True)
         if given.grads is not None:
-            pairs = [(part, given.grads[row.param]) for part, row in zip(self.grads, memory.rows, strict=True)]
+            pairs = [
+                (part, given.grads[s.param]) for part, (_, _, s) in zip(self.grads, self._layout.rows, strict=True)
+            ]
             found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
             if found:
                 torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
 
-    def replay(self, rows: AdamRows) -> None:
+    def replay(self, rows: HostRows) -> None:
         average, *scalars = self._tensors["scalars"].tolist()
         groups: list[dict[str, Any]] = []
         for number in range(0, len(scalars), len(_HYPERPARAMETERS)):
@@ -163,7 +174,7 @@ class Record:
 
 
 class ShardCopy:
-    """``memory``: uint8 [`nbytes_of`], of a file; None: of its own, with records that are pinned if ``is_pinned``. For
+    """``optimizer``: steps it. ``memory``: uint8 [`nbytes_of`], of a file; None: of its own, with records that are pinned if ``is_pinned``. For
     one thread at a time, except `record`.
 
         | base, steps, kept | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
@@ -174,9 +185,16 @@ class ShardCopy:
     """
 
     def __init__(
-        self, layout: ShardLayout, mirrors: int, slots: int, memory: Tensor | None = None, is_pinned: bool = False
+        self,
+        layout: ShardLayout,
+        optimizer: ShardedOptimizer,
+        mirrors: int,
+        slots: int,
+        memory: Tensor | None = None,
+        is_pinned: bool = False,
     ) -> None:
         self.layout = layout
+        self._optimizer = optimizer
         head, nbytes = _head(layout, mirrors, slots), slots * layout.record.nbytes
         if memory is None:  # zeroed, so that steps need not wait for pages
             first = torch.empty(head.nbytes, dtype=torch.uint8, device="cpu")
@@ -210,9 +228,9 @@ class ShardCopy:
         self._kept[step % len(self._records)] = step
 
     @functools.cached_property
-    def _rows(self) -> list[AdamRows]:
+    def _rows(self) -> list[HostRows]:
         """Of each mirror."""
-        return [self.layout.rows_over(mirror) for mirror in self._mirrors]
+        return [self.layout.rows_over(mirror, self._optimizer) for mirror in self._mirrors]
 
     @property
     def base(self) -> int:

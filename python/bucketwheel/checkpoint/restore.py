@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from bucketwheel.checkpoint.neighbours import Neighbours, exchange
+from bucketwheel.checkpoint.live import ShardedOptimizer, exchange
+from bucketwheel.checkpoint.neighbours import Neighbours
 from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 
-__all__ = ["Offer", "Plan", "plan_restore", "restore_from"]
+__all__ = ["Offer", "Sources", "find_sources", "restore_from"]
 
 
 class Offer(NamedTuple):
@@ -24,28 +25,28 @@ class Offer(NamedTuple):
     newest: int
 
 
-class Plan(NamedTuple):
+class Sources(NamedTuple):
     step: int
     holders: list[tuple[int, int]]  # of each shard: the rank, and the number of its offer
 
 
-def plan_restore(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> Plan:
+def find_sources(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> Sources:
     """The newest step of which there are copies of all shards, and who has them. ``layouts``: of the new optimizer's
     shards, by rank; ``offers``: by rank. ValueError that says what is missing. The same on all ranks."""
     found = [(rank, number, offer) for rank, some in enumerate(offers) for number, offer in enumerate(some)]
-    plans, refused = [], []
+    found_all, refused = [], []
     for run in sorted({offer.run for _, _, offer in found}):
         try:
-            plans.append(_plan_of_run(layouts, [place for place in found if place[2].run == run]))
+            found_all.append(_sources_of_run(layouts, [place for place in found if place[2].run == run]))
         except ValueError as error:
             refused.append(str(error))
-    if not plans:
+    if not found_all:
         why = "; ".join(refused) or "no rank has a snapshot"
         raise ValueError(f"the snapshots cannot be restored: {why}. Load a checkpoint instead")
-    return max(plans)
+    return max(found_all)
 
 
-def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> Plan:
+def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> Sources:
     alike = [[f for f in found if f[2].layout == layout and f[2].step >= 0] for layout in layouts]
     missing = [owner for owner, some in enumerate(alike) if not some]
     if missing:
@@ -60,25 +61,25 @@ def _plan_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]
     bases = {offer.base for _, _, offer in chosen}
     if not all(able) or (len(bases) > 1 and max(bases) >= step):
         raise ValueError(f"a change from outside has not reached the copies of all shards at step {step}")
-    return Plan(step, [(rank, number) for rank, number, _ in chosen])
+    return Sources(step, [(rank, number) for rank, number, _ in chosen])
 
 
-def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int:
-    """Carries out `plan_restore` and returns its step. ``copies``: of this rank, each with its run. Collective."""
+def restore_from(optimizer: ShardedOptimizer, copies: Sequence[tuple[str, ShardCopy]]) -> int:
+    """Carries out `find_sources` and returns its step. ``copies``: of this rank, each with its run. Collective."""
     engine = optimizer._engine
     rank, world = engine.ranks
     memory = engine.shard_memory()
     layout = ShardLayout.of(memory, len(optimizer.param_groups), rank, world)
     mine = [Offer(run, copy.layout.digest, copy.base, copy.step, copy.newest) for run, copy in copies]
     everyone = exchange(engine, [layout.digest, mine])
-    plan = plan_restore([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
+    sources = find_sources([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
     link = Neighbours(engine)
-    for owner, (holder, number) in enumerate(plan.holders):
+    for owner, (holder, number) in enumerate(sources.holders):
         if holder == rank:
-            copies[number][1].advance(plan.step)
+            copies[number][1].advance(sources.step)
             link.send(copies[number][1].shard, owner)
     shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
-    link.receive(shard, plan.holders[rank][0])
+    link.receive(shard, sources.holders[rank][0])
     link.finish()
     link.release()
     engine.announce_write()
@@ -86,4 +87,4 @@ def restore_from(optimizer: Any, copies: Sequence[tuple[str, ShardCopy]]) -> int
         for piece, place in layout.pairs(memory, shard):
             piece.copy_(place)
     engine.share_params()
-    return plan.step
+    return sources.step

@@ -7,10 +7,10 @@ transformers for its models (with the configuration, and the names that its rele
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
+from bucketwheel.checkpoint.live import ShardedOptimizer
 from bucketwheel.errors import failing_together
 
 __all__ = ["save_safetensors"]
@@ -19,7 +19,7 @@ __all__ = ["save_safetensors"]
 def save_safetensors(
     directory: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: Any = None,
+    optimizer: ShardedOptimizer | None = None,
     *,
     max_shard_size: int | str = "5GB",
 ) -> None:

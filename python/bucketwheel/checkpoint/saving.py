@@ -2,35 +2,27 @@
 
 Names and format are those of stock `torch.distributed.checkpoint` for ``{"model": model.state_dict(), "optim":
 optimizer.state_dict(), "extra": extra}``. Each rank knows from the layout what it writes. After the call ranks talk through
-the folder, since training uses the communicators:
-
-| file in ``.saving`` | says |
-|---|---|
-| ``__0.extra`` | the digest of rank 0's ``extra``: other ranks write theirs where it differs |
-| ``__<rank>_0.distcp`` | the rank is at work; gone without the next: it has failed |
-| ``__<rank>.done`` | what it has written, as JSON |
-| ``__<rank>.failed`` | why it has failed |
-
-Rank 0 waits for the others and commits ([Note: the commit] in writer.py); they wait for another ``.metadata``.
+the torch Store (everyone.py), since training uses the communicators: rank 0 waits for the others and commits
+([Note: the commit] in writer.py); they wait for its commit.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import secrets
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -44,27 +36,24 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
-from bucketwheel.checkpoint.format import METADATA, Stored, Sums, describe, folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, LiveBox, engine_of, live_boxes
+from bucketwheel.checkpoint.boxes import Box
+from bucketwheel.checkpoint.everyone import Board, Everyone, FailedElsewhere, everyone_of
+from bucketwheel.checkpoint.format import Stored, Sums, describe, folder_of
+from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
-from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start, stat_of
-from bucketwheel.comm.rendezvous import Rendezvous
+from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
-from bucketwheel.torch_internals import timeout_of
 
 __all__ = [
     "EXTRA_OF",
     "STAGING_BYTES",
     "WHOLE",
-    "Everyone",
     "PendingSave",
-    "agree",
     "async_save",
-    "everyone_of",
     "finish_before",
     "is_extra_state",
     "model_tensors",
@@ -74,18 +63,14 @@ __all__ = [
 STAGING_BYTES = 256 << 20
 EXTRA_OF = "extra_of_rank_"  # and its number: the ``extra`` of a rank whose is not that of rank 0
 WHOLE = "whole."  # before the name of what `_odd_containers` finds
-_EXTRA_DIGEST = "__0.extra"
 _LEAST_STAGING = 16 << 10
-_POLL_S = (0.002, 0.5)  # the shortest pause between two looks at the folder, and the longest
-_POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far
-_USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
 _EXIT_S = 60.0  # how long the end of the process waits for a save
 
 
 def save(
     directory: str | os.PathLike[str],
     model: Module | None = None,
-    optimizer: Any = None,
+    optimizer: ShardedOptimizer | None = None,
     extra: Any = None,
     *,
     staging_bytes: int = STAGING_BYTES,
@@ -117,7 +102,7 @@ def save(
 def async_save(
     directory: str | os.PathLike[str],
     model: Module | None = None,
-    optimizer: Any = None,
+    optimizer: ShardedOptimizer | None = None,
     extra: Any = None,
     *,
     staging_bytes: int = STAGING_BYTES,
@@ -140,72 +125,27 @@ def async_save(
     engine = engine_of(optimizer)
     everyone = everyone_of(engine)
     folder = folder_of(directory)
-    finish_before(engine, everyone, folder)
-    if engine is not None:
+    finish_before(everyone, folder)
+    if optimizer is not None:
         optimizer._follow_groups()
     what = f"bw.checkpoint.save into {folder}"  # ranks compare it
-    with failing_together(partial(agree, engine), what):
-        if engine is not None:
+    with failing_together(everyone.agree, what):
+        if optimizer is not None and engine is not None:
             optimizer._follow_state()
             engine.bind_moved()  # who asks a parameter where it lies waits for its gather
-        plan = _Plan(model, optimizer, engine, extra, everyone, limit)
+        contents = _Contents(model, optimizer, extra, everyone, limit)
         if everyone.rank == 0:
-            _warn_of_others(folder, plan)
+            _warn_of_others(folder, contents)
             start(folder)
-            (folder / SAVING / _EXTRA_DIGEST).write_text(plan.digest)
-    with failing_together(partial(agree, engine), what):
-        if everyone.rank != 0 and extra is not None and _read(folder / SAVING / _EXTRA_DIGEST) != plan.digest:
-            plan.add_object(f"{EXTRA_OF}{everyone.rank}", extra)
-        pending = PendingSave(folder, plan)
-    pending._start()
+    name, digest = everyone.exchange([secrets.token_hex(8), contents.digest], what)[0]
+    with failing_together(everyone.agree, what):
+        if extra is not None and contents.digest != digest:
+            contents.add_object(f"{EXTRA_OF}{everyone.rank}", extra)
+        pending = PendingSave(folder, contents)
+    pending._start(Board(everyone, name))
     if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
         pending._written.wait()
     return pending
-
-
-# --- which ranks ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Everyone:
-    """All ranks of a checkpoint."""
-
-    rank: int
-    size: int
-    timeout_s: float  # how long they wait for each other
-
-
-def everyone_of(engine: Engine | None) -> Everyone:
-    if engine is not None:
-        return Everyone(*engine.ranks, engine.timeout_s)
-    if not _has_world():
-        return Everyone(0, 1, 0.0)
-    limit_s = timeout_of(None, torch.device("cpu"))
-    return Everyone(dist.get_rank(), dist.get_world_size(), _USUAL_LIMIT_S if limit_s is None else limit_s)
-
-
-def _has_world() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def agree(engine: Engine | None, what: str, error: Exception | None) -> None:
-    """Raises ``error``, or another rank's. Collective."""
-    if engine is not None:
-        engine.expect_done_by_all(what, error)
-        return
-    said = [[what, "" if error is None else f"{type(error).__name__}: {error}"]]
-    if _has_world():
-        said = Rendezvous.of_group(None, everyone_of(None).timeout_s, what.partition(" ")[0]).exchange(said[0])
-    calls = [call for call, _ in said]
-    if any(call != what for call in calls):
-        raise RuntimeError(
-            f"ranks did different things: {', '.join(calls)} (by rank). They must call the same, with one folder"
-        )
-    if error is not None:
-        raise error
-    for rank, (_, text) in enumerate(said):
-        if text:
-            raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
 
 
 # --- what is saved, and by whom ---------------------------------------------------------------------------------------
@@ -236,24 +176,29 @@ class _Item:
     nbytes: int
 
 
-class _Plan:
+class _Contents:
     """What this rank writes. Takes copies of what is small."""
 
     def __init__(
-        self, model: Module | None, optimizer: Any, engine: Engine | None, extra: Any, everyone: Everyone, limit: int
+        self,
+        model: Module | None,
+        optimizer: ShardedOptimizer | None,
+        extra: Any,
+        everyone: Everyone,
+        limit: int,
     ) -> None:
-        self.everyone = everyone
+        self.rank, self.size = everyone.rank, everyone.size
+        self.engine = engine = everyone.engine  # until all is written
         self.part_bytes = min(BUFFER_BYTES, limit // 4 // 4096 * 4096)  # what is read, staged and written at a time
         self.chunk_bytes = min(CHUNK_BYTES, self.part_bytes)
         device = torch.device("cpu") if engine is None else engine.steps.device
         self.staging = Staging(limit - self.part_bytes, self.part_bytes, device)  # the rest is the DataFile's
         self.items: list[_Item] = []
         self.same: dict[str, str] = {}  # tied weights: a name, and that under which it is written
-        self.engine = engine  # until all is written
         tree: dict[str, Any] = {}
         if model is not None:
             tree["model"] = self._of_model(model)
-        if engine is not None:
+        if optimizer is not None and engine is not None:
             tree["optim"] = _of_optimizer(optimizer, engine)
         self.digest = ""
         if extra is not None:
@@ -294,7 +239,7 @@ class _Plan:
         if self.engine is None:
             return
         world = self.engine.part[1]
-        turns = _Turns(self.everyone.size // world, self.everyone.rank // world)
+        turns = _Turns(self.size // world, self.rank // world)
         of_param: dict[int, list[tuple[str, _Sharded]]] = {}
         for key, leaf in leaves.items():
             if key not in self.same:
@@ -305,25 +250,27 @@ class _Plan:
                 for key, leaf in of_param[index]:
                     self._add_boxes(key, leaf, boxes, turns)
 
-    def _add_boxes(self, key: str, leaf: _Sharded, boxes: Sequence[LiveBox], turns: _Turns) -> None:
+    def _add_boxes(
+        self, key: str, leaf: _Sharded, boxes: Sequence[tuple[Box, dict[str, Tensor]]], turns: _Turns
+    ) -> None:
         assert self.engine is not None
         info, states = leaf.info, self.engine.states[leaf.info.index]
         what = "parameter" if leaf.name == PARAM else f"the state {leaf.name!r} of parameter"
-        source = info.param if leaf.name == PARAM else states.get(leaf.name, states.get("remainder"))
+        source = info.param if leaf.name == PARAM else states[leaf.name if leaf.name in states else "remainder"]
         others = ", or of another whose states lie beside it," if leaf.name != PARAM and self.engine.part[1] > 1 else ""
         watched = Watched(f"{what} {info.name!r}{others}", source)
-        for live in boxes:
-            views = live.of(leaf.name)
+        for box, all_views in boxes:
+            views = parts_of(all_views, leaf.name)
             dtype = torch.float32 if len(views) > 1 else views[0].dtype
-            nbytes = live.box.numel * dtype.itemsize
+            nbytes = box.numel * dtype.itemsize
             if turns.is_mine(nbytes):
                 data = LiveTensor(self.staging, info.index, views, dtype, watched)
-                index = MetadataIndex(key, torch.Size(live.box.offsets))
+                index = MetadataIndex(key, torch.Size(box.offsets))
                 self.items.append(_Item(index, tuple(info.param.shape), data, nbytes))
 
     def _add_others(self, leaves: Mapping[str, Any]) -> None:
         """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""
-        turns = _Turns(self.everyone.size, self.everyone.rank)
+        turns = _Turns(self.size, self.rank)
         for key, leaf in leaves.items():
             if key in self.same:
                 continue
@@ -332,7 +279,7 @@ class _Plan:
                     f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
                 )
             is_spread = isinstance(leaf, Tensor) and (isinstance(leaf, Parameter) or key.startswith("optim.state."))
-            if not (turns.is_mine(leaf.nbytes) if is_spread else self.everyone.rank == 0):
+            if not (turns.is_mine(leaf.nbytes) if is_spread else self.rank == 0):
                 continue
             if not isinstance(leaf, Tensor):
                 self.add_object(key, leaf.value if isinstance(leaf, _Whole) else leaf)
@@ -382,14 +329,14 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def _of_optimizer(optimizer: Any, engine: Engine) -> dict[str, Any]:
+def _of_optimizer(optimizer: ShardedOptimizer, engine: Engine) -> dict[str, Any]:
     numbers = numbers_of(optimizer.param_groups)
     steps = engine.steps.to("cpu", torch.float32)
     state: dict[int, dict[str, Any]] = {}
     for info in engine.infos:
         sharded = {name: _Sharded(info, name) for name in saved_names(engine.states[info.index])}
         state[numbers[info.param]] = {"step": steps[info.index], **sharded}
-    for param, entry in optimizer._trained.waiting(numbers, optimizer.state).items():
+    for param, entry in optimizer._waiting_states().items():
         state[numbers[param]] = dict(entry)
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 
@@ -403,7 +350,7 @@ def _odd_containers(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if not is_kept_by_entries(value)}
 
 
-def _warn_of_others(folder: Path, plan: _Plan) -> None:
+def _warn_of_others(folder: Path, contents: _Contents) -> None:
     """Warns where the folder holds a checkpoint of other parameters. Looks once, as large metadata take seconds to read."""
     if folder in _looked_at:
         return
@@ -413,8 +360,8 @@ def _warn_of_others(folder: Path, plan: _Plan) -> None:
         return
     _looked_at.add(folder)
     there = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    has_both = all(any(key.startswith("model.") for key in keys) for keys in (there, plan.shapes))
-    for key, shape in plan.shapes.items():
+    has_both = all(any(key.startswith("model.") for key in keys) for keys in (there, contents.shapes))
+    for key, shape in contents.shapes.items():
         if there.get(key) != shape and (key.startswith("model.") if has_both else key.endswith(".exp_avg")):
             of = f"has shape {there[key]} there and {shape} here" if key in there else "is not in it"
             warnings.warn(
@@ -434,14 +381,15 @@ _looked_at: set[Path] = set()  # by `_warn_of_others`, for the life of the proce
 class PendingSave:
     """A save that a thread carries out; see `async_save`. All methods are local."""
 
-    def __init__(self, folder: Path, plan: _Plan) -> None:
+    def __init__(self, folder: Path, contents: _Contents) -> None:
         self._folder = folder
-        self._plan = plan
-        self._owner = None if plan.engine is None else weakref.ref(plan.engine)
-        self._nbytes = sum(item.nbytes for item in plan.items)
+        self._contents = contents
+        self._rank = contents.rank
+        self._owner = None if contents.engine is None else weakref.ref(contents.engine)
+        self._nbytes = sum(item.nbytes for item in contents.items)
         self._written_others = 0  # bytes of what is no tensor
-        self._before = _stamp(folder / METADATA)
-        self._file = DataFile(self._path("_0.distcp"), chunk_bytes=plan.chunk_bytes, buffer_bytes=plan.part_bytes)
+        path = folder / SAVING / f"__{self._rank}_0.distcp"
+        self._file = DataFile(path, chunk_bytes=contents.chunk_bytes, buffer_bytes=contents.part_bytes)
         self._written = threading.Event()  # this rank's data
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
@@ -461,12 +409,12 @@ class PendingSave:
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written, and all that it writes."""
-        return self._plan.staging.written_bytes + self._written_others, self._nbytes
+        return self._contents.staging.written_bytes + self._written_others, self._nbytes
 
     @property
     def stats(self) -> SaveStats:
         """What it has cost training so far."""
-        return self._plan.staging.stats
+        return self._contents.staging.stats
 
     def _show_error(self) -> None:
         if self._error is not None:
@@ -475,20 +423,21 @@ class PendingSave:
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        if self._plan.engine is not None:
-            self._plan.engine.write_observers.append(self._plan.staging.before_write)
+    def _start(self, board: Board) -> None:
+        self._board = board
+        if self._contents.engine is not None:
+            self._contents.engine.write_observers.append(self._contents.staging.before_write)
         _running.add(self)
         threading.Thread(target=self._run, name="bucketwheel checkpoint", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._write()
-            if self._plan.everyone.rank == 0:
-                reports = self._collect()
-                publish(self._folder, *_joined(reports, self._plan), chunk_bytes=self._plan.chunk_bytes)
+            rows = self._write()
+            if self._rank == 0:
+                self._commit(rows)
             else:
-                self._await_commit()
+                self._board.tell(str(self._rank), json.dumps(rows))
+                self._board.wait_for("outcome", "rank 0's commit")
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
             self._fail(error)
         finally:
@@ -496,133 +445,53 @@ class PendingSave:
             if self._error is None:
                 _running.discard(self)
             self._written.set()
+            with contextlib.suppress(RuntimeError):  # the Store is gone
+                self._board.leave()
             self._ended.set()
 
-    def _write(self) -> None:
+    def _write(self) -> list[Any]:
+        """Returns what it has written, for JSON."""
         rows = []
-        for item in self._plan.items:
+        for item in self._contents.items:
             rows.append(_row(item, self._file.add(item.index, item.data).storage_data))
             if not isinstance(item.data, LiveTensor):
                 self._written_others += item.nbytes
-        self._plan.staging.expect_good()
+            self._board.note_write()
+        self._contents.staging.expect_good()
         self._let_go(None)
         self._file.close()
-        self._say("done", json.dumps(rows))
+        if not rows:  # so no item names the file
+            self._file.discard()
         self._written.set()
+        return rows
+
+    def _commit(self, rows: list[Any]) -> None:
+        others = range(1, self._contents.size)
+        reports = [rows, *(json.loads(self._board.wait_for(str(rank), "the other ranks' data")) for rank in others)]
+        publish(self._folder, *_joined(reports, self._contents), chunk_bytes=self._contents.chunk_bytes)
+        self._board.tell("outcome", "")
 
     def _let_go(self, error: BaseException | None) -> None:
         """The live memory is not needed any more."""
-        plan = self._plan
-        plan.staging.end(error)
-        plan.items = []
-        if plan.engine is not None:
-            plan.engine.write_observers.remove(plan.staging.before_write)
-        plan.engine = None
+        contents = self._contents
+        contents.staging.end(error)
+        contents.items = []
+        if contents.engine is not None:
+            contents.engine.write_observers.remove(contents.staging.before_write)
+        contents.engine = None
 
     def _fail(self, error: BaseException) -> None:
-        rank = self._plan.everyone.rank
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        if not isinstance(error, _OfOther):
-            text = f"the save into {self._folder} has failed on rank {rank}, so the checkpoint there stays what it was: {text}"
+        if not isinstance(error, FailedElsewhere):
+            text = (
+                f"the save into {self._folder} has failed on rank {self._rank}, so the checkpoint there stays what it was: "
+                f"{text}"
+            )
         self._error = CheckpointError(text)
         self._error.__cause__ = error
-        self._file.empty()  # the disk may be full
-        try:  # what cannot be said is seen from the file that is gone
-            self._say("failed", text)
-        except OSError:
-            pass
         self._file.discard()
-
-    # --- through the folder ------------------------------------------------------------------------------------------
-
-    def _path(self, suffix: str, rank: int | None = None) -> Path:
-        return self._folder / SAVING / f"__{self._plan.everyone.rank if rank is None else rank}{suffix}"
-
-    def _say(self, what: str, text: str) -> None:
-        new = self._path(f".{what}.new")
-        new.write_text(text)
-        new.rename(self._path(f".{what}"))
-
-    def _collect(self) -> list[Any]:
-        """Of each rank what it has written, when all have."""
-        reports: dict[int, Any] = {}
-        for _ in self._looks("the other ranks' data"):
-            for rank in range(self._plan.everyone.size):
-                if rank in reports:
-                    continue
-                is_gone = not self._path("_0.distcp", rank).exists()  # looked at first
-                text = _read(self._path(".done", rank))
-                if text is not None:
-                    reports[rank] = json.loads(text)
-                    self._path(".done", rank).unlink()
-                    if not reports[rank]:  # it had nothing to write, so no item names its file
-                        self._path("_0.distcp", rank).unlink()
-                else:
-                    self._expect_at_work(rank, is_gone)
-            if len(reports) == self._plan.everyone.size:
-                break
-        (self._folder / SAVING / _EXTRA_DIGEST).unlink()
-        return [reports[rank] for rank in range(self._plan.everyone.size)]
-
-    def _await_commit(self) -> None:
-        saving = self._folder / SAVING
-        for _ in self._looks("rank 0's commit"):
-            if _stamp(self._folder / METADATA) != self._before:
-                return
-            is_gone = saving.exists() and not self._path("_0.distcp", 0).exists()
-            if saving.exists():  # before and after that look: else it is being renamed
-                self._expect_at_work(0, is_gone)
-
-    def _expect_at_work(self, rank: int, is_gone: bool) -> None:
-        text = _read(self._path(".failed", rank))
-        if text is not None:
-            raise _OfOther(text)
-        if is_gone:
-            raise _OfOther(
-                f"the save into {self._folder} has failed on rank {rank}, which could not say why; see its error"
-            )
-
-    def _looks(self, what: str) -> Iterator[None]:
-        """Yields between pauses. CheckpointError if nothing has changed in the folder for the ranks' time limit."""
-        began = since = time.monotonic()
-        seen: dict[str, int] = {}
-        while True:
-            yield
-            sizes, now = _sizes(self._folder / SAVING), time.monotonic()
-            if sizes != seen:
-                seen, since = sizes, now
-            elif now - since > self._plan.everyone.timeout_s:
-                raise CheckpointError(
-                    f"waited {self._plan.everyone.timeout_s:g} s for {what}, and nothing was written in that time"
-                )
-            time.sleep(min(max(_POLL_SHARE * (now - began), _POLL_S[0]), _POLL_S[1]))
-
-
-class _OfOther(CheckpointError):
-    """Another rank has failed; its text."""
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = stat_of(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    try:
-        with os.scandir(folder) as found:
-            return {entry.name: entry.stat().st_size for entry in found}
-    except FileNotFoundError:
-        return {}
+        with contextlib.suppress(RuntimeError):  # the Store is gone, as the other ranks find too
+            self._board.tell("outcome", text)
 
 
 def _row(item: _Item, stored: Stored) -> list[Any]:
@@ -634,10 +503,10 @@ def _row(item: _Item, stored: Stored) -> list[Any]:
     return [item.index.fqn, item.shape, dtype, offset, sizes, stored.path, stored.offset, stored.length, sums]
 
 
-def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[WriteResult]]]:
+def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list[list[WriteResult]]]:
     """The metadata of a checkpoint, and where what is, from the rows of all ranks."""
     also: dict[str, list[str]] = {}
-    for name, written in plan.same.items():
+    for name, written in contents.same.items():
         also.setdefault(written, []).append(name)
     entries: dict[str, Any] = {}
     properties: dict[str, TensorProperties] = {}  # by dtype: pickled once
@@ -655,17 +524,17 @@ def _joined(reports: Sequence[Any], plan: _Plan) -> tuple[Metadata, list[list[Wr
                 kind = properties.setdefault(dtype, TensorProperties(dtype=getattr(torch, dtype)))
                 entry = entries.setdefault(name, TensorStorageMetadata(kind, torch.Size(shape), []))
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
-    paths = {**{name: (name,) for name in entries}, **plan.paths}  # of a rank's own extra too: stock reads by keys
+    paths = {**{name: (name,) for name in entries}, **contents.paths}  # of a rank's own extra too: stock reads by keys
     return Metadata(entries, planner_data=paths), results
 
 
-def finish_before(engine: Engine | None, everyone: Everyone, folder: Path) -> None:
-    """Waits for saves of this rank that still run, of ``engine`` or into ``folder``. Warns of one that has failed where
+def finish_before(everyone: Everyone, folder: Path) -> None:
+    """Waits for saves of this rank that still run, of the same optimizer or into ``folder``. Warns of one that has failed where
     nobody has called its `wait`."""
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
-        is_related = owner is engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
-        if is_related and pending._plan.everyone.rank == everyone.rank:
+        is_related = owner is everyone.engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
+        if is_related and pending._rank == everyone.rank:
             pending._ended.wait()
             pending._show_error()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["SnapshotFile", "open_snapshots", "private_folder", "remove_other_runs"]
 
 _PAGE = 4096  # the line of JSON is padded to a multiple of it
-_PREFIX, _SUFFIX = "bucketwheel-1-", ".snapshot"  # 1: the version of what is in it
+_PREFIX, _SUFFIX = "bucketwheel-2-", ".snapshot"  # 2: the version of what is in it
 
 
 def private_folder(directory: str | os.PathLike[str]) -> Path:

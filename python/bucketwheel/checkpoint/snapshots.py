@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.live import engine_of
-from bucketwheel.checkpoint.neighbours import Neighbours, exchange
+from bucketwheel.checkpoint.live import ShardedOptimizer, engine_of, exchange
+from bucketwheel.checkpoint.neighbours import Neighbours
 from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 from bucketwheel.checkpoint.restore import restore_from
 from bucketwheel.checkpoint.snapshot_files import SnapshotFile, open_snapshots, private_folder, remove_other_runs
@@ -87,7 +87,7 @@ class Snapshots:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: ShardedOptimizer,
         *,
         every: int = 1,
         directory: str | os.PathLike[str] | None = None,
@@ -182,7 +182,7 @@ class Snapshots:
         self._memory = self._engine.shard_memory()
         layout = ShardLayout.of(self._memory, len(self._optimizer.param_groups), self.rank, self.world)
         if self._own is None or layout.text != self._own.layout.text:
-            self._own = ShardCopy(layout, 1, 2 * self._every + 1, is_pinned=self._memory.steps.is_cuda)
+            self._own = ShardCopy(layout, self._optimizer, 1, 2 * self._every + 1, is_pinned=self._memory.steps.is_cuda)
         self._own.begin(self._step, lambda mirror: layout.read(self._memory, mirror))
         self._note_versions()
 
@@ -260,11 +260,11 @@ class Snapshots:
         """A new copy, which replaces the last one when it is complete."""
         slots, file = self._every + 2, None
         if self._folder is None:
-            kept = ShardCopy(layout, 1, slots)
+            kept = ShardCopy(layout, self._optimizer, 1, slots)
         else:
             about = {"layout": layout.text, "slots": slots}
             file = SnapshotFile(self._folder, self._run, layout.rank, about, ShardCopy.nbytes_of(layout, 2, slots))
-            kept = ShardCopy(layout, 2, slots, file.memory)
+            kept = ShardCopy(layout, self._optimizer, 2, slots, file.memory)
         self._file = file  # removes the last one too, whose name is the same
         kept.begin(step, receive)
         if file is not None:
@@ -335,7 +335,7 @@ class Snapshots:
     # --- going back --------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def restore(optimizer: Any, source: Snapshots | str | os.PathLike[str] | None) -> int:
+    def restore(optimizer: ShardedOptimizer, source: Snapshots | str | os.PathLike[str] | None) -> int:
         """Sets a new optimizer and its parameters to the newest step of which every shard has a copy; returns the step.
         Collective over the ranks of ``optimizer``, which must be as many as before.
 
@@ -354,5 +354,6 @@ class Snapshots:
                 copies = [(source._run, copy) for copy in (source._own, source._kept) if copy is not None]
             elif source is not None:
                 for about, memory in open_snapshots(private_folder(source)):
-                    copies.append((about["run"], ShardCopy(ShardLayout(about["layout"]), 2, about["slots"], memory)))
+                    layout = ShardLayout(about["layout"])
+                    copies.append((about["run"], ShardCopy(layout, optimizer, 2, about["slots"], memory)))
         return restore_from(optimizer, copies)

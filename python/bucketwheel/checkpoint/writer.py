@@ -300,7 +300,7 @@ def publish(
         temporary.replace(folder / METADATA)
     except BaseException:
         if not _names(folder / METADATA, data):  # else it has been committed, whatever an interrupted rename says
-            (folder / data).rename(saving)  # ranks look there for why
+            (folder / data).rename(saving)  # each rank removes its file there
         raise
     flush(folder)
     for path in folder.iterdir():

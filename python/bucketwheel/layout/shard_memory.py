@@ -1,37 +1,33 @@
 """Shard memory: where this rank's parameters, states and gradients lie, for what keeps a copy of them.
 
 A *space* is all of one dtype. Its elements have one order, in which every tensor of it lies: the pieces of each, one
-behind the other, make the space. A *row* is a part of a parameter in a space: what the Adam kernel calls one.
+behind the other, make the space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ShardMemory", "ShardRow", "ShardSpace", "StepInputs"]
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.packing import Segment
 
-
-class ShardRow(NamedTuple):
-    space: int
-    begin: int  # in the space
-    numel: int
-    param: int
-    param_begin: int  # in the parameter's memory order
-    group: int
+__all__ = ["ShardMemory", "ShardSpace", "StepInputs"]
 
 
 @dataclass(frozen=True)
 class ShardSpace:
-    """``pieces``: 1-D tensors, of "param" and of each state. ``grad``: the gradient shard, 1-D, where there is one; None:
+    """``pieces``: 1-D tensors, of "param" and of each state. ``segments``: the parts of parameters, each with the parameter's
+    index and its place in the space (``shard_begin``). ``grad``: the gradient shard, 1-D, where there is one; None:
     gradients come with the step (`StepInputs`)."""
 
     numel: int
     pieces: dict[str, list[Tensor]]
+    segments: list[Segment]
     grad_dtype: torch.dtype
     grad: Tensor | None = None
 
@@ -42,8 +38,7 @@ class ShardMemory:
     counters show edits."""
 
     spaces: list[ShardSpace]
-    rows: list[ShardRow]
-    names: list[str]  # of the parameters
+    infos: Sequence[ParamInfo]
     steps: Tensor
     written: list[Tensor]
     amsgrad: bool

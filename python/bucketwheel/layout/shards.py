@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from bucketwheel.layout.flat_params import FlatParams, ParamInfo
 from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
 from bucketwheel.layout.precision import Precision
-from bucketwheel.layout.shard_memory import ShardRow, ShardSpace
+from bucketwheel.layout.shard_memory import ShardSpace
 from bucketwheel.pool.pool import Pool
 
 __all__ = ["Space", "ranges_of"]
@@ -122,16 +123,9 @@ class Space:
         owned = [(b.begin + self.rank * b.shard_numel, b.shard_numel) for b in self.packing.buckets]
         values = [self.flat.flat.narrow(0, begin, numel) for begin, numel in owned]
         pieces = {"param": values, **{name: [shard] for name, shard in self.states.items()}}
-        return ShardSpace(self.packing.shard_numel, pieces, self.grad.dtype, self.grad)
-
-    def memory_rows(self, number: int) -> list[ShardRow]:
-        """This rank's segments; ``number``: of this space."""
-        segments = [(self._infos[s.param], s) for s in self.packing.segments(self.rank)]
-        return [
-            ShardRow(number, s.shard_begin, s.numel, info.index, s.param_begin, info.group)
-            for info, s in segments
-            if info.index >= 0
-        ]
+        found = [replace(s, param=self.indices[s.param]) for s in self.packing.segments(self.rank)]
+        segments = [s for s in found if s.param >= 0]
+        return ShardSpace(self.packing.shard_numel, pieces, segments, self.grad.dtype, self.grad)
 
     def read_masters(self, *, whole: bool = False) -> None:
         """`follow_param`, or `take_param`, for this rank's part of all parameters."""

@@ -4,6 +4,13 @@ Uses all rooms below. Start with `sharded_adamw.py`, the class; behind it stands
 where there is one rank.
 """
 
+from typing import TYPE_CHECKING
+
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+
+if TYPE_CHECKING:
+    from bucketwheel.checkpoint.live import ShardedOptimizer
+
+    _checkpointed: type[ShardedOptimizer] = ShardedAdamW
 
 __all__ = ["ShardedAdamW"]

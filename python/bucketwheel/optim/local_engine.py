@@ -23,8 +23,9 @@ from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
 from bucketwheel.layout.masters import follow_param, take_param
+from bucketwheel.layout.packing import Segment
 from bucketwheel.layout.precision import Precision, norm_dtype_of
-from bucketwheel.layout.shard_memory import ShardMemory, ShardRow, ShardSpace, StepInputs
+from bucketwheel.layout.shard_memory import ShardMemory, ShardSpace, StepInputs
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
@@ -41,6 +42,7 @@ class LocalEngine:
     world = 1
     part = (0, 1)
     ranks = (0, 1)
+    are_threads = False
     timeout_s = 0.0  # there is nobody to wait for
     _natives: tuple[Any, ...] = ()
 
@@ -205,6 +207,9 @@ class LocalEngine:
         for observe in tuple(self.write_observers):
             observe(indices)
 
+    def exchange(self, said: bytes) -> list[bytes]:
+        return [said]
+
     def write_order(self) -> list[int]:
         return self._order
 
@@ -338,21 +343,21 @@ class LocalEngine:
     def shard_memory(self) -> ShardMemory:
         """All parameters. Another one after `change`, and when parameters have moved."""
         spaces: list[ShardSpace] = []
-        rows: list[ShardRow] = []
         for dtype in dict.fromkeys(info.dtype for info in self.infos):
             pieces: dict[str, list[Tensor]] = {}
+            segments: list[Segment] = []
             at = 0
             for info in (info for info in self.infos if info.dtype == dtype):
                 numel = info.param.numel()
                 for name, tensor in {"param": info.param.detach(), **self.states[info.index]}.items():
                     pieces.setdefault(name, []).append(tensor.as_strided((numel,), (1,)))
-                rows.append(ShardRow(len(spaces), at, numel, info.index, 0, info.group))
+                segments.append(Segment(info.index, 0, 0, at, at, numel))
                 at += numel
-            spaces.append(ShardSpace(at, pieces, torch.float64 if dtype == torch.float64 else torch.float32))
+            grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            spaces.append(ShardSpace(at, pieces, segments, grad_dtype))
         written = [info.param for info in self.infos] + [self.steps]
         written += [tensor for state in self.states for tensor in state.values()]
-        names = [info.name for info in self.infos]
-        return ShardMemory(spaces, rows, names, self.steps, written, self.precision.amsgrad, self._edits.resync)
+        return ShardMemory(spaces, self.infos, self.steps, written, self.precision.amsgrad, self._edits.resync)
 
     def share_params(self) -> None:
         """There is nobody else."""

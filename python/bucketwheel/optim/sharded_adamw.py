@@ -22,6 +22,7 @@ from bucketwheel.comm.communicator import Communicator, name_methods
 from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient
+from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.precision import Precision
 from bucketwheel.native import core
 from bucketwheel.optim import full_state
@@ -157,6 +158,7 @@ class ShardedAdamW(Optimizer):
     """
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
+    _host_rows = AdamRows  # for checkpoints
     _natives: tuple[Any, ...] = ()  # of `core.PublicCall`; the constructor calls add_param_group before it has any
 
     def __init__(
@@ -498,6 +500,9 @@ class ShardedAdamW(Optimizer):
         self._note_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _waiting_states(self) -> dict[Tensor, dict[str, Any]]:
+        return self._trained.waiting((p for group in self.param_groups for p in group["params"]), self.state)
 
     def _note_loaded(self) -> None:
         self._shown.said.clear()

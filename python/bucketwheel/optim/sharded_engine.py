@@ -358,11 +358,9 @@ class ShardedEngine:
     def shard_memory(self) -> ShardMemory:
         """Of this rank. Another one after `change`, and where a step has found memory of parameters exchanged."""
         spaces = [space.memory() for space in self.spaces]
-        rows = [row for number, space in enumerate(self.spaces) for row in space.memory_rows(number)]
         written = [info.param for info in self.infos] + [self.steps]
         written += [tensor for space in self.spaces for tensor in (space.flat.flat, *space.states.values())]
-        names = [info.name for info in self.infos]
-        return ShardMemory(spaces, rows, names, self.steps, written, self.precision.amsgrad, self._edits.resync)
+        return ShardMemory(spaces, self.infos, self.steps, written, self.precision.amsgrad, self._edits.resync)
 
     def share_params(self) -> None:
         """Gathers what every rank's part of the parameters is now, which others than a step have written. Collective."""
@@ -406,6 +404,15 @@ class ShardedEngine:
         """The parameters in the order in which a step writes to them, where forward does not ask for another."""
         parts = (bucket.grads.parts for bucket in self._assembly.buckets)
         return list(dict.fromkeys(index for of_bucket in parts for index in of_bucket))
+
+    @property
+    def are_threads(self) -> bool:
+        """Whether the ranks are threads of one process."""
+        return self.comm.backend == "local"
+
+    def exchange(self, said: bytes) -> list[bytes]:
+        """What all ranks say, by rank. Collective."""
+        return self.reducer.exchange(said)
 
     @property
     def timeout_s(self) -> float:

@@ -66,7 +66,7 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     for info in engine.infos:
         if info.param in number:  # others have left the groups, and no step has followed it
             state[number[info.param]] = _saved_entry(engine, info)
-    for param, entry in optimizer._trained.waiting(number, optimizer.state).items():
+    for param, entry in optimizer._waiting_states().items():
         state[number[param]] = deepcopy(dict(entry))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
 

@@ -351,7 +351,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 def test_a_first_copy_that_is_not_taken_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing older is removed then."""
     (tmp_path / "f").mkdir(0o700)
-    older = tmp_path / "f" / f"bucketwheel-1-{'0' * 16}-0.snapshot"
+    older = tmp_path / "f" / f"bucketwheel-2-{'0' * 16}-0.snapshot"
     older.touch()
     do = Snapshots._do
 
