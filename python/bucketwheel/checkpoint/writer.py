@@ -33,7 +33,7 @@ from torch.futures import Future
 from bucketwheel import torch_internals
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, folder_of, packed, packed_sums
 from bucketwheel.checkpoint.live import split_views
-from bucketwheel.checkpoint.mapped_file import sync_path
+from bucketwheel.checkpoint.on_disk import sync_path
 from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core

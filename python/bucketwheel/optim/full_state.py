@@ -1,8 +1,8 @@
 """Full states: the states of whole parameters, gathered from the ranks to one of them, and handed out to all.
 
 They travel by parameter and by state, in chunks of a parameter's memory order. A rank holds one chunk beside its states;
-the whole is with the rank that asked for it, or in its file, which is mapped. Full dicts are those of `torch.optim.AdamW`,
-so this is also the way from and to whatever reads and writes these.
+the whole is with the rank that asked for it. Full dicts are those of `torch.optim.AdamW`, so this is also the way from and
+to whatever reads and writes these.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import boxes_of
-from bucketwheel.checkpoint.mapped_file import MappedFile, copy_values
+from bucketwheel.checkpoint.live import value_of
+from bucketwheel.checkpoint.on_disk import save_whole
 from bucketwheel.checkpoint.param_numbers import follow_names, numbers_of
 from bucketwheel.checkpoint.plain_values import as_plain
+from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.errors import failing_together
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import forget_master, join_master, load_master, saved_names
-from bucketwheel.optim import state_dict as states
+from bucketwheel.layout.masters import load_master
 from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:
@@ -33,12 +36,9 @@ if TYPE_CHECKING:
 
     Engine: TypeAlias = LocalEngine | ShardedEngine
 
-__all__ = ["CHUNK_BYTES", "FullLoad", "save", "save_for_torch", "whole_entry"]
+__all__ = ["CHUNK_BYTES", "save", "save_for_torch", "spread", "whole_entry"]
 
 CHUNK_BYTES = 64 << 20
-
-
-# --- a range of a parameter --------------------------------------------------------------------------------------------
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -46,35 +46,24 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _own_views(
-    engine: Engine, info: ParamInfo, begin: int, end: int
-) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
-    """What this rank has of [begin, end) of a parameter's memory order: where that begins, and the parameter's values and
-    states there, as views."""
-    at = 0
-    parts = zip(engine.owned_ranges(info.index), engine.value_parts(info.index), strict=True)
-    for (first, last), values in parts:
-        lo, hi = max(first, begin), min(last, end)
-        if lo < hi:
-            of = slice(at + lo - first, at + hi - first)
-            views = {name: _flat(state)[of] for name, state in engine.states[info.index].items()}
-            yield lo, values[lo - first : hi - first], views
-        at += last - first
+def _own(engine: Engine, info: ParamInfo, name: str) -> list[Tensor]:
+    """This rank's part of a state as it is saved, 1-D in memory order: itself, or the parameter and the remainder of its
+    master (see `value_of`)."""
+    state = engine.states[info.index]
+    if name in state:
+        return [_flat(state[name])]
+    parts = engine.value_parts(info.index)
+    return [torch.cat(parts) if parts else _flat(state["remainder"]).view(torch.bfloat16), _flat(state["remainder"])]
 
 
-def _buffer(engine: Engine, chunk_bytes: int, numel: int) -> Tensor:
-    """Bytes for every chunk of states of ``numel`` elements at most."""
-    size = min(max(chunk_bytes, 8), 8 * numel)
-    return torch.empty(size, dtype=torch.uint8, device=engine.steps.device)
+def _buffer(engine: Engine, chunk_bytes: int) -> Tensor:
+    return torch.empty(max(chunk_bytes, 8), dtype=torch.uint8, device=engine.steps.device)
 
 
-def _chunks(
-    buffer: Tensor, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, parts: int = 1
-) -> Iterator[tuple[int, int, Tensor]]:
-    """``ranges`` of a parameter, cut into chunks of a ``parts``-th of the buffer: [begin, end) and memory for them."""
-    fits = buffer.numel() // dtype.itemsize
-    memory = buffer[: fits * dtype.itemsize].view(dtype)
-    numel = max(1, fits // parts)
+def _chunks(buffer: Tensor, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """``ranges`` of a parameter, cut into chunks that fit the buffer: [begin, end) and memory for them."""
+    numel = buffer.numel() // dtype.itemsize
+    memory = buffer[: numel * dtype.itemsize].view(dtype)
     for begin, end in ranges:
         for first in range(begin, end, numel):
             last = min(first + numel, end)
@@ -89,15 +78,6 @@ def _kept(engine: Engine, info: ParamInfo, masters: bool = True) -> dict[str, to
     return {name: dtype for name, dtype in found.items() if masters or name != "master_param"}
 
 
-def _parts(engine: Engine, info: ParamInfo) -> int:
-    """Joining and splitting masters takes some tensors of their size."""
-    return 4 if "remainder" in engine.states[info.index] else 1
-
-
-def _longest(params: Iterable[Tensor]) -> int:
-    return max((p.numel() for p in params), default=0)
-
-
 # --- from the ranks to one ---------------------------------------------------------------------------------------------
 
 
@@ -106,13 +86,12 @@ def _gather(engine: Engine, info: ParamInfo, name: str, whole: Tensor | None, bu
 
     Collective of the ranks among which states are sharded.
     """
-    dtype, parts = _kept(engine, info)[name], _parts(engine, info)
+    own, at = _own(engine, info, name), 0
     for owner, ranges in enumerate(engine.ranges_of(info.index)):
-        for begin, end, chunk in _chunks(buffer, ranges, dtype, parts):
+        for begin, end, chunk in _chunks(buffer, ranges, _kept(engine, info)[name]):
             if owner == engine.part[0]:
-                ((_, values, views),) = _own_views(engine, info, begin, end)
-                is_split = name not in views
-                chunk.copy_(join_master(values, views["remainder"]) if is_split else views[name])
+                chunk.copy_(value_of([part[at : at + end - begin] for part in own]))
+                at += end - begin
             engine.broadcast_part(chunk, owner)
             if whole is not None:
                 _flat(whole)[begin:end] = chunk
@@ -121,7 +100,7 @@ def _gather(engine: Engine, info: ParamInfo, name: str, whole: Tensor | None, bu
 def whole_entry(engine: Engine, info: ParamInfo) -> dict[str, Tensor]:
     """A parameter's state as `torch.optim.AdamW` has it, on its device. Collective, on every rank."""
     entry = {"step": engine.steps[info.index].to(torch.float32)}
-    buffer = _buffer(engine, CHUNK_BYTES, info.param.numel())
+    buffer = _buffer(engine, min(CHUNK_BYTES, 8 * info.param.numel()))
     for name, dtype in _kept(engine, info).items():
         entry[name] = torch.empty_strided(info.param.shape, info.stride, dtype=dtype, device=info.device)
         _gather(engine, info, name, entry[name], buffer)
@@ -140,7 +119,7 @@ def save(
     """`ShardedAdamW.full_state_dict`."""
     engine = optimizer._engine
     rank, size = engine.ranks
-    file, saved, error = None, {}, None
+    saved: dict[str, Any] = {}
     to = "" if path is None else ", path=..."
     with failing_together(engine.expect_done_by_all, f"full_state_dict({dst=}{to}, {masters=}, {chunk_bytes=})"):
         _expect_arguments(dst, size, chunk_bytes)
@@ -148,29 +127,17 @@ def save(
             raise ValueError("full_state_dict: a path is for the file of one rank; give its number as dst")
         if dst in (None, rank):
             saved = _skeleton(optimizer, masters, model)
-            if path is not None:
-                file = MappedFile(path, saved)
-                for in_file, entry in zip(file.saved["state"].values(), saved["state"].values(), strict=True):
-                    in_file["step"].copy_(entry["step"])
-                copy_values(file.saved["param_groups"], saved["param_groups"])
-                saved = file.saved
-    try:
-        if dst is None or rank // engine.world == dst // engine.world:  # other shard groups have the same
-            buffer = _buffer(engine, chunk_bytes, _longest(info.param for info in engine.infos))
-            entries = list(saved["state"].values()) if saved else [{}] * len(engine.infos)
-            for info, entry in zip(engine.infos, entries, strict=True):
-                for name in _kept(engine, info, masters):
-                    _gather(engine, info, name, entry.get(name), buffer)
-        if file is not None:
-            file.commit()
-    except OSError as found:
-        error = found
-    finally:
-        if file is not None:
-            file.remove()
+    if dst is None or rank // engine.world == dst // engine.world:  # other shard groups have the same
+        buffer = _buffer(engine, chunk_bytes)
+        entries = list(saved["state"].values()) if saved else [{}] * len(engine.infos)
+        for info, entry in zip(engine.infos, entries, strict=True):
+            for name in _kept(engine, info, masters):
+                _gather(engine, info, name, entry.get(name), buffer)
     if path is None:
         return saved
-    engine.expect_done_by_all("full_state_dict, writing the file", error)
+    with failing_together(engine.expect_done_by_all, "full_state_dict, writing the file"):
+        if saved:
+            save_whole(saved, path)
     return {}
 
 
@@ -209,9 +176,7 @@ def _skeleton(optimizer: ShardedAdamW, masters: bool, model: torch.nn.Module | N
     for info in engine.infos:
         entry = state[key_of[info.param]] = {"step": steps[info.index].clone()}
         for name, dtype in _kept(engine, info, masters).items():
-            # Memory that nothing has touched, whatever torch.utils.deterministic asks of torch.empty.
-            memory = torch.UntypedStorage(info.param.numel() * dtype.itemsize, device="cpu")
-            entry[name] = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, info.param.shape, info.stride)
+            entry[name] = torch.empty_strided(info.param.shape, info.stride, dtype=dtype, device="cpu")
     groups = []
     for group in optimizer.param_groups:
         kept = {k: _on_cpu(as_plain(v)) for k, v in group.items() if k not in ("params", "granularity")}
@@ -237,126 +202,106 @@ def _names_in(model: torch.nn.Module, number_of: Mapping[Tensor, int]) -> dict[T
 
 # --- from one rank to all ----------------------------------------------------------------------------------------------
 
-# What a dict has of a parameter: its step, and the dtypes of the states that are to be read. None: nothing.
-_Found: TypeAlias = "tuple[int, dict[str, torch.dtype]] | None"
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands for a state until that is sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-class FullLoad:
-    """`ShardedAdamW.load_full_state_dict`. A rank that has the dict gives it, others None."""
-
-    def __init__(self, optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: int) -> None:
-        """Changes nothing. ValueError, KeyError or TypeError naming what does not fit."""
-        self._optimizer = optimizer
-        self._engine = optimizer._engine
-        self._frozen = optimizer._trained.frozen
-        self._src = src
-        self._entries: dict[Tensor, dict[str, Any]] = {}  # of the dict, on a rank that has it
-        self._header = b""  # there too: what all ranks must know before states travel
-        rank, size = self._engine.ranks
+def spread(optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: int) -> dict[str, Any]:
+    """What `plan_load` takes, on every rank, of the dict that rank ``src`` has (None: each has it). Its states are sent when
+    they are loaded, those of frozen parameters at once. Collective."""
+    engine, header = optimizer._engine, b""
+    entries: dict[Any, Any] = {}  # of the dict, on a rank that has it
+    with failing_together(engine.expect_done_by_all, f"load_full_state_dict({src=}, {chunk_bytes=})"):
+        rank, size = engine.ranks
         _expect_arguments(src, size, chunk_bytes)
-        params = [*(info.param for info in self._engine.infos), *self._frozen]
-        self._buffer = _buffer(self._engine, chunk_bytes, _longest(params))
-        states.expect_no_gradients(optimizer)
         if src in (None, rank):
             if given is None:
                 raise ValueError(f"load_full_state_dict: rank {rank} is to have the dict and was given None")
-            self._header = self._read(_as_ours(optimizer, _opened(given)))
+            saved = _as_ours(optimizer, _opened(given))
+            entries = {key: entry for key, entry in saved["state"].items() if entry}
+            groups = [{key: _on_cpu(value) for key, value in group.items()} for group in saved["param_groups"]]
+            header = pickle.dumps((groups, {key: _without_data(key, entry) for key, entry in entries.items()}))
+    if src is not None:
+        length = engine.steps.new_full((), len(header))
+        engine.broadcast(length, src)
+        sent = torch.tensor(list(header) or [0] * int(length), dtype=torch.uint8, device=length.device)
+        engine.broadcast(sent, src)
+        header = bytes(sent.tolist())
+    groups, state = pickle.loads(header)
+    sender = _Sender(engine, entries, src, _buffer(engine, chunk_bytes))
+    infos = {info.param: info for info in engine.infos}
+    for theirs, ours in zip(groups, optimizer.param_groups, strict=False):
+        for key, p in zip(theirs["params"], ours["params"], strict=False):
+            info, entry = infos.get(p), state.get(key, {})
+            for name, like in [(name, like) for name, like in entry.items() if isinstance(like, _Tensor)]:
+                if info is None:
+                    entry[name] = sender.whole(key, name, like)
+                else:
+                    entry[name] = StoredState(like.shape, partial(sender.load, info, key, name, like.dtype))
+    return {"state": state, "param_groups": groups}
 
-    def _read(self, given: Mapping[str, Any]) -> bytes:
-        saved_as = states.expect_groups(self._optimizer, given["param_groups"])
-        self._entries = {p: given["state"].get(key) or {} for p, key in saved_as.items()}
-        found = [
-            self._find(info.param, list(_kept(self._engine, info)), repr(info.name)) for info in self._engine.infos
-        ]
-        for p in self._frozen:
-            names = saved_names(self._engine.precision.kept_of(p.dtype))
-            found.append(self._find(p, names, f"a parameter of shape {tuple(p.shape)} that is frozen now"))
-        kept = states.kept_groups(given["param_groups"])
-        groups = [{key: _on_cpu(value) for key, value in group.items()} for group in kept]
-        return pickle.dumps((found, groups))
 
-    def _find(self, param: Tensor, names: Sequence[str], of: str) -> _Found:
-        entry = self._entries[param]
-        if not entry:  # torch saves nothing for a parameter that was never stepped
-            return None
-        found = states.expect_states(entry, names, param, of)
-        for name, value in found.items():
-            if type(value) is not Tensor:
-                raise ValueError(
-                    f"the state {name!r} of {of} is a {type(value).__name__}, and load_full_state_dict takes whole tensors, "
-                    "as full_state_dict() and get_optimizer_state_dict(..., StateDictOptions(full_state_dict=True)) return "
-                    "them; load_state_dict takes parts"
-                )
-        return int(entry["step"]), {name: value.dtype for name, value in found.items()}
+def _without_data(key: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            raise ValueError(
+                f"the state {name!r} of {key!r} is a {type(value).__name__}, and load_full_state_dict takes whole tensors, "
+                "as full_state_dict() and get_optimizer_state_dict(..., StateDictOptions(full_state_dict=True)) return "
+                "them; load_state_dict takes parts"
+            )
+        is_state = isinstance(value, Tensor) and name != "step"
+        found[name] = _Tensor(value.shape, value.dtype) if is_state else _on_cpu(value)
+    return found
 
-    def carry_out(self) -> None:
-        """Collective. Nothing is left to fail but communication."""
-        self._engine.announce_write()
-        infos = self._engine.infos
-        found, groups = pickle.loads(self._from_src(self._header))
-        for info, of_param in zip(infos, found, strict=False):
-            self._load(info, *(of_param or (0, {})))
-        of_frozen = zip(self._frozen, found[len(infos) :], strict=True)
-        self._optimizer._trained.loaded = {p: self._whole(p, *entry) for p, entry in of_frozen if entry}
-        states.update_groups(self._optimizer, groups)
 
-    def _from_src(self, said: bytes) -> bytes:
-        if self._src is None:
-            return said
-        size = self._engine.steps.new_full((), len(said))
-        self._engine.broadcast(size, self._src)
-        numbers = torch.tensor(list(said) or [0] * int(size), dtype=torch.uint8, device=size.device)
-        self._engine.broadcast(numbers, self._src)
-        return bytes(numbers.tolist())
+@dataclass(frozen=True)
+class _Sender:
+    """Sends states of ``entries``, which rank ``src`` has (None: each has them), to all."""
 
-    def _load(self, info: ParamInfo, step: int, dtypes: Mapping[str, torch.dtype]) -> None:
-        """What is not found starts anew: moments are zero, the parameter is the weight."""
-        engine, numel = self._engine, info.param.numel()
-        engine.steps[info.index] = step
-        for _, values, views in _own_views(engine, info, 0, numel):
-            if "master_param" not in dtypes:
-                forget_master(values, views)
-            for name in views.keys() - dtypes.keys() - {"master_param", "remainder"}:
-                views[name].zero_()
-        ranges = [(0, numel)] if self._src is not None else engine.owned_ranges(info.index)
-        parts = _parts(engine, info)
-        for name, dtype in dtypes.items():
-            for begin, end, chunk in self._sent(info.param, info.stride, name, dtype, ranges, parts):
-                for lo, values, views in _own_views(engine, info, begin, end):
-                    part = chunk[lo - begin :][: values.numel()]
-                    if name == "master_param":
-                        load_master(values, views, part.to(torch.float32))
+    engine: Engine
+    entries: Mapping[Any, Mapping[str, Tensor]]
+    src: int | None
+    buffer: Tensor
+
+    def load(self, info: ParamInfo, key: Any, name: str, dtype: torch.dtype) -> None:
+        """This rank's part, to where it lies."""
+        own, at, owned = _own(self.engine, info, name), 0, self.engine.owned_ranges(info.index)
+        ranges = owned if self.src is None else [(0, info.param.numel())]
+        for begin, end, chunk in self._chunks(key, name, info.param.shape, info.stride, dtype, ranges):
+            for lo, hi in ((max(first, begin), min(last, end)) for first, last in owned):
+                if lo < hi:
+                    views, value = [part[at : at + hi - lo] for part in own], chunk[lo - begin : hi - begin]
+                    if len(views) == 1:
+                        views[0].copy_(value)
                     else:
-                        views[name].copy_(part)
+                        load_master(views[0], {"remainder": views[1]}, value.float())
+                    at += hi - lo
 
-    def _whole(self, param: Tensor, step: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """The entry of a frozen parameter, which nobody has divided yet, on the CPU of every rank."""
-        entry = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-        for name, dtype in dtypes.items():
-            whole = entry[name] = torch.empty(param.shape, dtype=dtype, device="cpu")
-            ranges = [(0, param.numel())]
-            for begin, end, chunk in self._sent(param, whole.stride(), name, dtype, ranges):
-                _flat(whole)[begin:end] = chunk
-        return entry
+    def whole(self, key: Any, name: str, like: _Tensor) -> Tensor:
+        """On the CPU of every rank: nobody has divided it yet."""
+        found = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        for begin, end, chunk in self._chunks(key, name, like.shape, found.stride(), like.dtype, [(0, found.numel())]):
+            _flat(found)[begin:end] = chunk
+        return found
 
-    def _sent(
-        self,
-        param: Tensor,
-        stride: tuple[int, ...],
-        name: str,
-        dtype: torch.dtype,
-        ranges: Sequence[tuple[int, int]],
-        parts: int = 1,
+    def _chunks(
+        self, key: Any, name: str, shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, ranges: Any
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """`_chunks` of a state, in the memory order that ``stride`` says, with the values that the rank `_src` has."""
-        value = self._entries[param][name].detach() if self._entries else None
-        for begin, end, chunk in _chunks(self._buffer, ranges, dtype, parts):
+        """Of ``ranges`` of the memory order that ``stride`` says."""
+        value = self.entries[key][name].detach() if self.entries else None
+        for begin, end, chunk in _chunks(self.buffer, ranges, dtype):
             if value is not None:
-                for box in boxes_of(param.shape, stride, [(begin, end)]):
+                for box in boxes_of(shape, stride, [(begin, end)]):
                     of = tuple(slice(first, first + n) for first, n in zip(box.offsets, box.sizes, strict=True))
                     chunk.as_strided(box.sizes, box.strides, box.begin).copy_(value[of])
-            if self._src is not None:
-                self._engine.broadcast(chunk, self._src)
+            if self.src is not None:
+                self.engine.broadcast(chunk, self.src)
             yield begin, end, chunk
 
 
@@ -371,35 +316,15 @@ def _opened(given: Any) -> Mapping[str, Any]:
 
 def _as_ours(optimizer: ShardedAdamW, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The dict with ``state`` and ``param_groups``, which are in our order where both have names."""
-    name_of: dict[Tensor, str] = {info.param: info.name for info in optimizer._engine.infos if info.is_named}
-    if "param_groups" not in given and any(str(key).startswith("param_groups.") for key in given):
-        given = _unflattened(optimizer, given, name_of)
     for key in ("state", "param_groups"):
         if key not in given:
-            raise KeyError(f"the loaded state dict has no {key!r}; it has {sorted(map(str, given))[:8]}")
+            flat = any(str(name).startswith("param_groups.") for name in given)
+            raise KeyError(
+                f"the loaded state dict has no {key!r}; it has {sorted(map(str, given))[:8]}"
+                f"{'. It is flattened: get it without flatten_optimizer_state_dict' if flat else ''}"
+            )
+    name_of: dict[Tensor, str] = {info.param: info.name for info in optimizer._engine.infos if info.is_named}
     groups, ours = list(given["param_groups"]), list(optimizer.param_groups)
     if any(isinstance(p, str) for group in groups for p in group["params"]):
         ours = [{"param_names": [name_of.get(p, "") for p in group["params"]], **group} for group in ours]
     return {**given, "param_groups": follow_names(groups, ours)}
-
-
-def _unflattened(optimizer: ShardedAdamW, given: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Of a dict made with ``flatten_optimizer_state_dict``, whose keys are ``state.NAME.exp_avg``, ``param_groups.NAME.lr``."""
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for key, value in given.items():
-        kind, _, rest = key.partition(".")
-        name, _, what = rest.rpartition(".")
-        if kind in found:
-            found[kind].setdefault(name, {})[what] = value
-    groups = []
-    for group in optimizer.param_groups:
-        names = [name_of.get(p, "") for p in group["params"]]
-        for p, name in zip(group["params"], names, strict=True):
-            if p.requires_grad and name not in found["param_groups"]:
-                raise ValueError(
-                    f"the flattened state dict has no 'param_groups.{name}.lr'; its names are those of the model: make this "
-                    "optimizer with model.named_parameters()"
-                )
-        options = next((found["param_groups"][name] for name in names if name in found["param_groups"]), {})
-        groups.append({**options, "params": names})
-    return {"state": found["state"], "param_groups": groups}

@@ -522,9 +522,9 @@ class ShardedAdamW(Optimizer):
         Hooks of `state_dict` are not called.
 
         Args:
-            path: rank ``dst`` writes the dict to this file, chunk by chunk, and returns {} too. ``torch.load(path,
-                weights_only=True)`` reads it. It has this name once it is complete and synced; OSError where it cannot be
-                written, on other ranks ValueError with its text.
+            path: rank ``dst`` writes the dict to this file, and returns {} too. ``torch.load(path, weights_only=True)`` reads
+                it. It has this name once it is complete and synced; OSError where it cannot be written, on other ranks
+                ValueError with its text.
             masters: with ``master_param``, which this optimizer needs to go on bitwise. `torch.optim.AdamW` loads one,
                 rounded to the parameter's dtype, and never uses it.
             model: call parameters what it calls them, for `torch.distributed.checkpoint.state_dict`; else they are numbered.
@@ -544,13 +544,14 @@ class ShardedAdamW(Optimizer):
         every rank. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`; no hooks.
 
         ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
-        ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (flattened too), or the path of a torch.save file
+        ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (not flattened), or the path of a torch.save file
         of one. Where both sides have names, states and settings follow these; else the order in ``param_groups`` counts.
         """
         self._follow_groups()
-        with failing_together(self._engine.expect_done_by_all, f"load_full_state_dict({src=}, {chunk_bytes=})"):
-            load = full_state.FullLoad(self, state_dict, src, chunk_bytes)
-        load.carry_out()
+        given = full_state.spread(self, state_dict, src, chunk_bytes)
+        with failing_together(self._engine.expect_done_by_all, "load_full_state_dict"):
+            load = states.plan_load(self, given)
+        load()
         self._note_loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
