@@ -2,10 +2,8 @@
 // needs: base
 // with: csrc/comm/peers/link.cpp
 // runs: plain address thread
-// slow: thread
+// slow: plain address
 #include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <utility>
@@ -47,20 +45,4 @@ TEST(goodbyes_of_both_at_once_are_heard) {
   CHECK(one->has_left(7));
 }
 
-TEST(a_forked_child_does_not_hide_the_end) {
-  auto [one, other] = linked();
-  int pipes[2];
-  CHECK(pipe(pipes) == 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    ::close(pipes[1]);
-    char wait_for_end;
-    [[maybe_unused]] const ssize_t size = read(pipes[0], &wait_for_end, 1);
-    _exit(0);
-  }
-  other.reset();
-  expect_state(*one, Link::State::kEnded);  // while the child lives
-  ::close(pipes[1]);
-  CHECK(waitpid(child, nullptr, 0) == child);
-}
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -144,9 +144,15 @@ struct Rank {
   std::vector<std::pair<std::pair<int, bool>, Sums>> sent;
 };
 
+// What has happened in all simulations, so that they were what they say.
+struct Counts {
+  int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
+};
+
 class Simulation {
  public:
-  explicit Simulation(uint32_t seed) : random_(seed), layout_(random_layout()), is_static_(chance(0.2)) {
+  Simulation(uint32_t seed, Counts* counts)
+      : counts_(*counts), random_(seed), layout_(random_layout()), is_static_(chance(0.2)) {
     const int world = below(4) + 1;
     for (int rank = 0; rank < world; ++rank) {
       ranks_.emplace_back(layout_, is_static_);
@@ -173,12 +179,10 @@ class Simulation {
       if (chance(0.6)) {
         zero_grad();
       } else {
-        ++kept;
+        ++counts_.kept;
       }
     }
   }
-
-  int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
 
  private:
   int below(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random_); }
@@ -248,7 +252,7 @@ class Simulation {
         return rank.held[param] && !rank.content[param] && rank.schedule.is_private(static_cast<int>(param));
       });
       if (is_refused || (only_common && !is_held_everywhere(param)) || chance(0.7)) {
-        refused += is_refused;
+        counts_.refused += is_refused;
         continue;
       }
       const double factor = chance(0.5) ? 2.0 : 0.25;
@@ -275,7 +279,7 @@ class Simulation {
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && kind == 1) {
         zero_grad();
-        ++replaced;
+        ++counts_.replaced;
       }
       const bool are_open = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.is_open; });
       if (half == 1 && kind == 2 && are_open) {
@@ -283,13 +287,13 @@ class Simulation {
           if (is_held_everywhere(param) && chance(0.5)) {
             restarted.insert(static_cast<int>(param));
             drop(param);
-            ++replaced;
+            ++counts_.replaced;
           }
         }
       }
       if (half == 1 && are_open && chance(0.5)) {  // else a rank that begins later would disagree, which is an error
         scale_some(true);
-        ++scaled_in_between;
+        ++counts_.scaled_in_between;
       }
       for (Rank& rank : ranks_) {
         if (restarted.empty() && kind != 1 && chance(0.15)) {
@@ -307,7 +311,7 @@ class Simulation {
 
   void close() {
     for (Rank& rank : ranks_) {
-      overlapped += static_cast<int64_t>(rank.sent.size());
+      counts_.overlapped += static_cast<int64_t>(rank.sent.size());
       for (const StoreAction& drop : rank.schedule.drops(rank.held)) {
         rank.late[{drop.param, drop.bucket}] = 0;
       }
@@ -346,7 +350,7 @@ class Simulation {
         owner_of({param, bucket}).shard[{param, bucket}] = 0;
       }
     }
-    late_rounds += static_cast<int64_t>(agreement.late.size());
+    counts_.late_rounds += static_cast<int64_t>(agreement.late.size());
     for (size_t r = 0; r < ranks_.size(); ++r) {
       for (const LaunchAction& launch : lates[r]) {
         ranks_[r].send(launch);
@@ -404,6 +408,7 @@ class Simulation {
     }
   }
 
+  Counts& counts_;
   std::mt19937 random_;
   Layout layout_;
   bool is_static_ = false;
@@ -415,19 +420,13 @@ class Simulation {
 }  // namespace
 
 TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
-  int64_t late_rounds = 0, replaced = 0, overlapped = 0, kept = 0, scaled_in_between = 0, refused = 0;
+  Counts counts;
   for (uint32_t seed = 0; seed < 10000; ++seed) {
-    Simulation simulation(seed);
+    Simulation simulation(seed, &counts);
     simulation.run();
-    late_rounds += simulation.late_rounds;
-    replaced += simulation.replaced;
-    overlapped += simulation.overlapped;
-    kept += simulation.kept;
-    scaled_in_between += simulation.scaled_in_between;
-    refused += simulation.refused;
   }
-  CHECK(late_rounds > 10000 && replaced > 10000 && overlapped > 10000);  // it was what it says
-  CHECK(kept > 10000 && scaled_in_between > 10000 && refused > 1000);
+  CHECK(counts.late_rounds > 10000 && counts.replaced > 10000 && counts.overlapped > 10000);
+  CHECK(counts.kept > 10000 && counts.scaled_in_between > 10000 && counts.refused > 1000);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

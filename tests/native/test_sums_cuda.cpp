@@ -34,21 +34,6 @@ TEST(sums_that_fail_are_waited_for_too) {
   CHECK(take_actions() == Actions({"C: wait for B", "C: launch_sumsq", "C: launch_fold"}));
 }
 
-TEST(a_shard_allocates_when_it_is_made_and_never_again) {
-  const uint64_t before = cuda_calls(CudaCall::malloc_device);
-  ShardAccumulatorCuda shard(CudaDevice::at(0), values, DType::kFloat32, 64, {{0, 10}, {20, 40}}, sums);
-  const uint64_t made = cuda_calls(CudaCall::malloc_device);
-  CHECK(made > before);
-  const void* source = values;
-  const StreamRef a = stream_named('A');
-  for (int turn = 0; turn < 2; ++turn) {
-    shard.run({&source, 1}, DType::kFloat32, 64, *a);
-  }
-  CHECK(cuda_calls(CudaCall::malloc_device) == made);
-  CHECK(take_actions() == Actions({"A: upload", "A: upload", "A: launch_accumulate", "A: launch_fold",
-                                   "A: launch_accumulate", "A: launch_fold"}));
-}
-
 // A graph's uploads happen in its replays, which may never come. Nothing waits for what is captured, nor that for
 // anything.
 TEST(a_graph_and_what_is_outside_leave_each_other_alone) {

@@ -1,4 +1,4 @@
-// comm/tie: what is passed on, and what its end promises. Run by test_native.py.
+// comm/tie: what its end promises. What it passes on: conformance/collectives/test_replicas.py. Run by test_native.py.
 // needs: base device kernels pool comm
 #include <atomic>
 #include <chrono>
@@ -55,16 +55,6 @@ class Busy {
   });
 };
 
-TEST(a_failure_is_passed_on_whichever_fails) {
-  for (const bool is_shard : {false, true}) {
-    Alone rank;
-    const Tie tie(rank.shard, rank.replicate);
-    (is_shard ? rank.shard : rank.replicate)->abort("on fire");
-    const Comm& other = is_shard ? *rank.replicate : *rank.shard;
-    sleep_until([&] { return error_of(other).find("on fire") != std::string::npos; });
-  }
-}
-
 TEST(its_end_looks_though_the_watchdog_does_not) {
   Alone rank;
   auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
@@ -85,16 +75,6 @@ TEST(what_nobody_else_holds_ends_with_it_and_not_in_the_watchdog) {
   CHECK(!shard.expired() && !replicate.expired());
   tie.reset();
   CHECK(shard.expired() && replicate.expired());
-}
-
-TEST(a_forked_child_drops_it) {
-  if (!may_fork()) {
-    return;
-  }
-  Alone rank;
-  auto tie = std::make_unique<Tie>(rank.shard, rank.replicate);
-  const Busy busy;  // its lock is held in the child for ever
-  in_child([&] { tie.reset(); });
 }
 
 }  // namespace

@@ -181,17 +181,8 @@ void Blocks::enter(size_t thread) {
 void Blocks::wait() {
   const size_t self = running_;
   if (next_ready_ == ready_.size()) {
-    std::string message = "deadlock: " + std::to_string(at_barrier_) + " threads wait at __syncthreads";
-    message += at_barrier_ != 0 ? " (" + barrier_.text() + ")" : "";
-    for (const Warp& warp : warps_) {
-      for (const Exchange& exchange : warp.exchanges) {
-        if (exchange.arrived != 0) {
-          message += ", " + std::to_string(__builtin_popcount(exchange.arrived)) + " at a shuffle (" +
-                     exchange.place.text() + ")";
-        }
-      }
-    }
-    fault(message);
+    fault("deadlock: " + std::to_string(at_barrier_) + " threads wait at __syncthreads" +
+          (at_barrier_ != 0 ? " (" + barrier_.text() + ")" : "") + ", others at shuffles, or nobody is left");
   }
   enter(pick());
   become(self);

@@ -388,33 +388,25 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), voi
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
-    case cudaErrorInvalidResourceHandle:
-      return "invalid resource handle";
-    case cudaErrorNotReady:
-      return "device not ready";
-    case cudaErrorLaunchFailure:
-      return "unspecified launch failure";
-    case cudaErrorNotSupported:
-      return "operation not supported";
-    case cudaErrorStreamCaptureUnsupported:
-      return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated:
-      return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureUnjoined:
-      return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation:
-      return "dependency created on uncaptured work in another stream";
+  static constexpr std::pair<cudaError_t, const char*> kTexts[] = {
+      {cudaSuccess, "no error"},
+      {cudaErrorInvalidValue, "invalid argument"},
+      {cudaErrorMemoryAllocation, "out of memory"},
+      {cudaErrorInvalidDevice, "invalid device ordinal"},
+      {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+      {cudaErrorInvalidResourceHandle, "invalid resource handle"},
+      {cudaErrorNotReady, "device not ready"},
+      {cudaErrorLaunchFailure, "unspecified launch failure"},
+      {cudaErrorNotSupported, "operation not supported"},
+      {cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"},
+      {cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture"},
+      {cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work"},
+      {cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream"},
+  };
+  for (const auto& [known, text] : kTexts) {
+    if (known == error) {
+      return text;
+    }
   }
   return "unknown error";
 }
