@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bucketwheel as bw
 from bucketwheel.pool import fsdp2
 from bucketwheel.pool.plan import Plan
-from bucketwheel.testing import assert_bitwise_equal
 from bucketwheel.torch_internals import fsdp2_groups
 from tests.stock.test_docs import run_block
+from tests.support.bits import assert_bitwise_equal
 
 POLICIES = {"fp32": MixedPrecisionPolicy(), "mixed": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 CAN_OVERRIDE = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import on_process, on_threads
+from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,9 @@ from torch.nn import Parameter
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_ranks
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
+from tests.support.ranks import run_ranks
 
 SEEN_WITHIN_S = 2.0
 
@@ -113,9 +114,7 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
 @pytest.mark.parametrize(("where", "world"), [("backward", 3), ("step", 2)])
 def test_a_killed_rank_is_named_on_every_other(where: str, world: int, tmp_path: Path) -> None:
     """In the middle of a training, which raises from then on, and leaves the parameters that are there."""
-    results = run_ranks(
-        train_until_a_rank_dies, world, where, str(tmp_path), timeout_s=60, expect_dead=[world - 1], forked=True
-    )
+    results = run_ranks(train_until_a_rank_dies, world, where, str(tmp_path), timeout_s=60, expect_dead=[world - 1])
     assert results[-1] is None
     died = float((tmp_path / "died").read_text())
     for rank, (named, seen, message) in enumerate(results[:-1]):

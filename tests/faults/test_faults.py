@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bucketwheel.testing import RankPool
 from tests.faults.plans import ACTIONS, Plan, expect, live
 from tests.support.held import expect_gone, traces_in_the_system
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 RUNS = 200
@@ -20,7 +20,7 @@ def run(plan: Plan) -> None:
     Path(plan.folder).mkdir()
     expect_dead = [plan.victim] if plan.dies else []
     before = traces_in_the_system()
-    with RankPool(plan.world, backend=None, forked=True) as pool:
+    with RankPool(plan.world, backend=None) as pool:
         stories = pool.run(live, plan, timeout_s=60, expect_dead=expect_dead)
     expect(plan, stories)
     expect_gone(traces_in_the_system() - before)

@@ -16,11 +16,11 @@ import pytest
 from bucketwheel.comm import patience
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import Error
-from bucketwheel.testing import RankPool
 from tests.faults.plans import CALLS, Story, call
 from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import SOON_S
 from tests.support.network_hosts import Hosts, enter, network_hosts
+from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 RUNS = 50
@@ -128,7 +128,7 @@ def expect(plan: Plan, stories: list[Story | None]) -> None:
 def run(plan: Plan) -> None:
     Path(plan.folder).mkdir(parents=True)
     expect_dead = [plan.victim] if plan.dies else []
-    with network_hosts(WORLD) as hosts, RankPool(WORLD, backend=None, forked=True) as pool:
+    with network_hosts(WORLD) as hosts, RankPool(WORLD, backend=None) as pool:
         stories = pool.run(live, hosts, plan, timeout_s=90, expect_dead=expect_dead)
     expect(plan, stories)
 

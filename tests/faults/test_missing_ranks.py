@@ -24,9 +24,10 @@ import bucketwheel as bw
 from bucketwheel.comm import patience
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout, PeerError
-from bucketwheel.testing import RankPool, run_ranks
+from bucketwheel.testing import run_ranks
 from bucketwheel.tools import flight
 from tests.support.failure_cases import gather
+from tests.support.ranks import RankPool
 from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist

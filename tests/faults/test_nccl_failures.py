@@ -13,7 +13,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import check_usable, data_of, expected_reduce
 from tests.support.failure_cases import (
     SOON_S,

@@ -15,8 +15,8 @@ from torch import nn
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommTimeout, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import RankPool
 from bucketwheel.torch_internals import timeout_of
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 LIMIT_S, SOON_S = 2.0, 8.0

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from bucketwheel.native.modules import native
-from bucketwheel.testing import RankPool
+from tests.support.ranks import RankPool
 
 # What torchrun tells all its processes; `training.join` adds what differs.
 ENV = {

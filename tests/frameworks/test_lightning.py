@@ -9,9 +9,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from bucketwheel.grads import agreement
-from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.training import Training, expect_as_torch
+from tests.support.bits import assert_bitwise_equal
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
 

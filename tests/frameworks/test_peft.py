@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks import training
 from tests.frameworks.test_trainer import make_llama
 from tests.frameworks.training import OPTIONS, Training, expect_as_torch
+from tests.support.bits import assert_bitwise_equal
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import bucketwheel as bw
-from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.frameworks.test_trainer import make_llama
+from tests.support.bits import assert_bitwise_equal
 from tests.support.late_gathers import delay_gathers
 from tests.support.optim_twins import TINY
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.timeout_s(300)  # the first test waits for all imports
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bucketwheel as bw
-from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
+from tests.support.ranks import RankPool
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -22,10 +22,10 @@ from bucketwheel.comm import nccl_library
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.testing import RankPool
 from tests.gpu.device import DEVICE
 from tests.gpu.run_all import MULTI_RANK_UNFIT
 from tests.support import simulated_nccl
+from tests.support.ranks import RankPool
 
 __all__ = ["TIMEOUT_S", "WORLD", "new_pool", "on_communicator", "on_the_last", "on_rank"]
 __all__ += ["route", "timed", "times_ms", "unfit"]
@@ -63,7 +63,7 @@ def unfit() -> str:
 
 def new_pool() -> RankPool:
     """The ranks; their process group is gloo's."""
-    return RankPool(WORLD, env={**_VARIABLES[route()], "BW_GPU_RANKS": route()})
+    return RankPool(WORLD, env={**_VARIABLES[route()], "BW_GPU_RANKS": route()}, forked=False)
 
 
 # ---- intervals of operations

@@ -13,9 +13,9 @@ from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.testing import assert_bitwise_equal
 from tests.gpu.device import DEVICE, Calls, Tell
 from tests.gpu.nccl_ranks import TIMEOUT_S
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a")

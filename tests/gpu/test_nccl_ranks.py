@@ -22,14 +22,15 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.conformance.collectives.suite import CASES, ENDS, GRAPHS, Case
 from tests.gpu.device import DEVICE, Tell
 from tests.gpu.local_ranks import GivenGrads, on_cpu_ranks
 from tests.gpu.nccl_ranks import WORLD, new_pool, on_communicator, on_rank, on_the_last, route, timed, times_ms, unfit
 from tests.gpu.test_optim import trained
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import check_all_gather, check_usable, filled
 from tests.support.optim_twins import dyadic
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gradient came after its")  # `trained` makes late rounds
 CPU = torch.device("cpu")

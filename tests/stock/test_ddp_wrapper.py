@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 
 DDP_OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 

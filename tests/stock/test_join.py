@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import RankPool
+from tests.support.ranks import RankPool
 
 
 def make_model() -> nn.Module:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bucketwheel as bw
 from bucketwheel.optim import module_sync
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import run_local
 from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing

@@ -17,8 +17,9 @@ from torch.distributed import pipelining
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import RankPool, assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, make_params, run_local
+from tests.support.ranks import RankPool
 
 MICRO, ROWS, WIDTH, DATA_RANKS = 4, 2, 6, 2
 

@@ -15,7 +15,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, on_ranks, run_local, share
 from tests.support.stock_flows import Run, expect_equal_to_unsharded, make_params
 

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import HostReads, posing

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.replica_ranks import torch_groups
 from tests.support.simulated_cuda import Graph, load
 from tests.support.simulated_nccl import simulated

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 import bucketwheel as bw
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.backends import LocalWorld
-from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 
 KINDS = {**checkpoint_jobs.KINDS, "bf16 states": {"state_dtype": torch.bfloat16}}  # beside fp32 parameters

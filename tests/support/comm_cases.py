@@ -28,8 +28,9 @@ from bucketwheel.comm.handle import wait_all
 from bucketwheel.device import torch_device
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.native import core
-from bucketwheel.testing import assert_bitwise_equal, run_threads
+from bucketwheel.testing import run_threads
 from tests.support import simulated_nccl
+from tests.support.bits import assert_bitwise_equal
 from tests.support.reference import from_bf16, to_bf16
 from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing

@@ -26,8 +26,9 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.testing import RankPool, run_threads
+from bucketwheel.testing import run_threads
 from tests.support import simulated_cuda, simulated_nccl
+from tests.support.ranks import RankPool
 from tests.support.simulated_cuda import posing
 
 SOON_S = 2.0  # until the death or the failure of a rank is known to the others
@@ -156,7 +157,7 @@ def read_flight(folder: Path | str, comm: str, rank: int) -> dict[str, Any]:
 def fresh_ranks(world: int, *, backend: str | None = "gloo", **env: str) -> RankPool:
     """Ranks of one test alone: they may die, and are told things by the environment."""
     simulated_cuda.build()
-    return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env}, forked=True)
+    return RankPool(world, backend=backend, env={"BW_NCCL_LIB": str(simulated_nccl.build()), **env})
 
 
 def die() -> None:

@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bucketwheel import testing
+from tests.support import ranks
 
 
 def run_code(code: str, env: dict[str, str], timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     """``python -c code`` under ``env``; started from nothing if ``env`` has what a forked process could not follow."""
     command = [sys.executable, "-c", code]
     changed = [name for name in env.keys() | os.environ.keys() if env.get(name) != os.environ.get(name)]
-    if not all(name.startswith(testing._READ_LATE) for name in changed):
+    if not ranks.is_followed(changed):
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = testing.start_process(_execute, code, str(out), str(err), env=env, forked=True)
+        process = ranks.start_process(_execute, code, str(out), str(err), env=env, forked=True)
         process.join(timeout_s)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own

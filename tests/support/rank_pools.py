@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bucketwheel import testing
 from bucketwheel.native.modules import native
-from bucketwheel.testing import RankPool
 from tests.support import simulated_cuda, simulated_nccl
 from tests.support.comm_cases import EVERYWHERE, ON_PROCESSES, ON_THREADS
-
-testing._PRELOADED.append("tests.faults.plans")  # it imports what most ranks do; PYTHONPATH has this tree
+from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +61,7 @@ def rank_pool(nccl_env):
 
         def pool_of(world_size: int) -> RankPool:
             if world_size not in pools:
-                pools[world_size] = stack.enter_context(_Pool(world_size, env=nccl_env, forked=True))
+                pools[world_size] = stack.enter_context(_Pool(world_size, env=nccl_env))
             return pools[world_size]
 
         yield pool_of

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 
 SHAPES = [(5, 7), (3,), (), (33, 12), (1, 1), (257,), (4, 3, 2, 2)]  # torch refuses the inf norm of an empty tensor

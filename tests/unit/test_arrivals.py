@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local
 
 FIRST, ODD = 0, 1  # the parameter whose gradient opens the window, and the one with the unusual gradient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.live import split_views
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 
 SHAPES = [(), (0,), (1,), (7,), (5, 7), (1, 9), (4, 3, 2, 2), (3, 1, 5)]
 

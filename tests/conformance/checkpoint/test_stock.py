@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import bucketwheel as bw
 from bucketwheel.checkpoint import TensorShard, tensor_shard
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.checkpoint_routes import AFTER, BEFORE, ROUTES, Training, both, set_both, uninterrupted
 
 

@@ -10,7 +10,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
 from bucketwheel.native import core
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import (
     MEMORIES,
     are_our_sums,

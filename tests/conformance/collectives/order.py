@@ -16,8 +16,8 @@ from bucketwheel.comm.handle import wait_all
 from bucketwheel.errors import ClosedError, CommError, CommTimeout
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
-from bucketwheel.testing import assert_bitwise_equal
 from tests.gpu.device import Device, SimulatedDevice
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import (
     are_our_sums,
     check_usable,

@@ -12,7 +12,7 @@ from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import wait_all
 from bucketwheel.kernels.ops import PreMulSum, all_gather
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import (
     check_usable,
     data_of,

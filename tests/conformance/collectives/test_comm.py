@@ -11,7 +11,6 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.testing import RankPool
 from tests.conformance.collectives import data as conformance_data
 from tests.support.comm_cases import (
     MEMORIES,
@@ -24,6 +23,7 @@ from tests.support.comm_cases import (
     on_c10d,
     on_shm,
 )
+from tests.support.ranks import RankPool
 from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist
@@ -48,7 +48,7 @@ def many_processes(comm: Communicator) -> None:
     ("on", "world"), [*((on_shm, world) for world in (5, 8, 11, 16)), *((on_c10d, world) for world in (5, 16))]
 )
 def test_more_processes(on, world):
-    with RankPool(world, forked=True) as pool:
+    with RankPool(world) as pool:
         pool.run(on, many_processes, timeout_s=120)
 
 
@@ -84,7 +84,7 @@ def one_gib(comm: Communicator, kind: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_one_gib(on, world, kind, dtype):
-    with RankPool(world, forked=True) as pool:
+    with RankPool(world) as pool:
         pool.run(on, one_gib, kind, dtype, timeout_s=200)
 
 

@@ -22,12 +22,13 @@ from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.native import core
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import RankPool, assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import trained
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import SOON_S, error_of, expect_prefix, gather
 from tests.support.network_hosts import Hosts, enter, network_hosts
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
+from tests.support.ranks import RankPool
 from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist
@@ -151,7 +152,7 @@ def train_together(rank: int, world: int) -> Any:
 @pytest.mark.timeout_s(180)
 def test_four_hosts_train_like_one(rank_pool):
     together = rank_pool(4).run(train_together)
-    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
+    with network_hosts(4) as hosts, RankPool(4, backend=None) as pool:
         apart = pool.run(train_apart, hosts, timeout_s=120)
     for rank, result in enumerate(apart):
         assert_bitwise_equal(result, together[rank], f"rank {rank}")
@@ -198,7 +199,7 @@ def loses_a_link(rank: int, world: int, hosts: Hosts, folder: Path, lost: int) -
 @pytest.mark.parametrize("lost", [2, slow_case(0)])  # which has the Store
 def test_a_cut_link_is_a_named_error(lost, tmp_path):
     """On both sides of it, and those who still reach each other learn who is missing."""
-    with network_hosts(4) as hosts, RankPool(4, backend=None, forked=True) as pool:
+    with network_hosts(4) as hosts, RankPool(4, backend=None) as pool:
         results = pool.run(loses_a_link, hosts, tmp_path, lost)
     for rank, (kind, text, took_s) in enumerate(results):
         assert kind in ("CommTimeout", "PeerError"), text

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from bucketwheel.comm import c10d
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter
 from tests.support.failure_cases import SOON_S, Error, error_of, expect_no_threads
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 
@@ -62,7 +62,7 @@ def over_registered(rank: int, size: int) -> None:
 
 
 def test_a_registered_backend_carries_the_data():
-    with RankPool(3, forked=True) as pool:
+    with RankPool(3) as pool:
         pool.run(over_registered)
 
 
@@ -87,7 +87,7 @@ def over_one_that_hangs(rank: int, size: int) -> tuple[Error, float]:
 
 
 def test_a_registered_backend_that_does_not_connect_is_given_up():
-    with RankPool(2, forked=True) as pool:
+    with RankPool(2) as pool:
         for rank, ((kind, text, _), took_s) in enumerate(pool.run(over_one_that_hangs, timeout_s=50)):
             assert kind in ("CommTimeout", "CommError") and "within 1 s" in text, (kind, text)
             assert took_s < 1 + 3 * SOON_S

@@ -11,9 +11,9 @@ import torch
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.testing import RankPool
 from tests.support.comm_cases import MEMORIES, check_all_gather, check_reduce_scatter, check_usable, on_c10d, on_shm
 from tests.support.held import held
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 
@@ -148,7 +148,7 @@ def fuzzed(comm: Communicator) -> None:
     "env", [{"BW_HOST_STREAM_FUZZ": "3"}, {"BW_HOST_STREAM": "inline"}, {"BW_POOL_POISON": "1"}], ids=str
 )
 def test_fuzzed_inline_and_poisoned(env):
-    with RankPool(3, env=env, forked=True) as pool:
+    with RankPool(3, env=env) as pool:
         pool.run(on_shm, fuzzed, timeout_s=90)
 
 

@@ -26,10 +26,10 @@ from bucketwheel.comm import shm
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError, CommTimeout
-from bucketwheel.testing import RankPool
 from tests.support.comm_cases import check_all_gather, check_reduce_scatter, check_usable
 from tests.support.failure_cases import SOON_S, error_of, gather
 from tests.support.held import held, still_held
+from tests.support.ranks import RankPool
 from tests.support.refused_calls import refuse
 from tests.support.requirements import need_root
 
@@ -73,7 +73,7 @@ def lacking(rank: int, size: int, calls: list[str]) -> str:
 
 def test_what_it_can_do_without():
     """Deaths are seen without pidfds too."""
-    with RankPool(3, forked=True) as pool:
+    with RankPool(3) as pool:
         for text in pool.run(lacking, ["pidfd_open", "sealing"], expect_dead=[1])[::2]:
             assert "rank 1" in text and "died" in text
 
@@ -97,7 +97,7 @@ def lacking_on_some(rank: int, size: int, call: str, ranks: list[int]) -> tuple[
 )
 def test_what_it_cannot_do_without(call, ranks, reason):
     """All ranks refuse, with the reason; "auto" takes another backend and says why."""
-    with RankPool(3, forked=True) as pool:
+    with RankPool(3) as pool:
         results = pool.run(lacking_on_some, call, ranks)
     for refused, (backend, told) in results:
         assert "cannot share memory" in refused and (backend, len(told)) == ("c10d", 1) and "slower" in told[0]
@@ -123,7 +123,7 @@ def interrupted_at_the_store(rank: int, size: int) -> tuple[str, str]:
 
 def test_an_interrupted_making_leaves_no_sockets():
     """The others hear who is missing by their time limit."""
-    with RankPool(3, forked=True) as pool:
+    with RankPool(3) as pool:
         (_, left), *others = pool.run(interrupted_at_the_store, timeout_s=60)
     assert left == ""
     for error, left_there in others:
@@ -208,7 +208,7 @@ def looked_at(rank: int, size: int) -> tuple[str, str]:
 
 def test_memory_is_shut_to_other_users():
     need_root()
-    with RankPool(2, forked=True) as pool:
+    with RankPool(2) as pool:
         for theirs, own in pool.run(looked_at):
             assert theirs in ("EACCES", "EACCES EPERM")
             assert "none" in own  # the ways are ways

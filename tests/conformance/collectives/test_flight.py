@@ -19,7 +19,7 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout, PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
-from bucketwheel.testing import RankPool
+from tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.dist
 

@@ -17,9 +17,9 @@ from bucketwheel.comm import nccl
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.testing import RankPool
 from tests.support import simulated_nccl
 from tests.support.counted_cuda import plan_cuda_fault
+from tests.support.ranks import RankPool
 from tests.support.simulated_cuda import Graph, posing
 from tests.support.simulated_nccl import simulated
 
@@ -252,7 +252,7 @@ def test_registered_memory_that_is_short(rank_pool):
 
 
 def test_a_pair_that_takes_turns_refuses_captures():
-    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}, forked=True) as pool:
+    with RankPool(1, env={"BW_NCCL_LIB": str(simulated_nccl.build())}) as pool:
         pool.run(turns_in_a_graph)
 
 

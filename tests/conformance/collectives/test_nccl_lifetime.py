@@ -14,8 +14,8 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, ClosedError, DeviceError
 from bucketwheel.kernels.ops import all_gather
-from bucketwheel.testing import assert_bitwise_equal
 from tests.support import simulated_cuda, simulated_nccl
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import check_usable
 from tests.support.failure_cases import (
     Error,

@@ -19,9 +19,10 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import Replicas
 from bucketwheel.errors import CommError, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal, run_threads
+from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_optim_cuda import model_of
 from tests.conformance.optimizer.test_optim_nccl import expect_free_running_steps
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, run_local
 from tests.support.replica_ranks import torch_groups, with_replicas
 from tests.support.simulated_cuda import posing

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.scripts import ON_CPU, SHARDED, WIDE, script
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import Run, dyadic, loss_of, share
 
 WAIT_S = 20

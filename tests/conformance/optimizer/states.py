@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.scripts import DISTRIBUTIONS, ON_CPU, SHARDED, WIDE, script
 from tests.conformance.optimizer.updates import variant
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import Run, dyadic, loss_of, share
 
 ANY = tuple(DISTRIBUTIONS)

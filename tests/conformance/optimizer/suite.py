@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer import divergence, gradients, live, states, updates
 from tests.conformance.optimizer.scripts import DISTRIBUTIONS, F32, F64, PRECISIONS, SCRIPTS, SHARDS, Script, Setting
 from tests.support import simulated_nccl
+from tests.support.bits import assert_bitwise_equal
 from tests.support.comm_cases import ON_PROCESSES
 from tests.support.optim_twins import (
     Outcome,

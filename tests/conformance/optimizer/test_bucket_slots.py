@@ -20,9 +20,9 @@ from torch.nn import Parameter
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
+from tests.support.bits import assert_bitwise_equal
 from tests.support.failure_cases import error_of
 from tests.support.optim_twins import dyadic, make_params, share
 from tests.support.requirements import slow_case

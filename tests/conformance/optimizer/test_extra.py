@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from bucketwheel import checkpoint
-from bucketwheel.testing import assert_bitwise_equal
 from tests.support import checkpoint_jobs as jobs
+from tests.support.bits import assert_bitwise_equal
 from tests.support.checkpoint_jobs import Model
 from tests.support.optim_twins import on_ranks
 

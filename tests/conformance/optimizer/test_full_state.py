@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_state import copies, make, steps, values
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, make_params, on_ranks, run_local
 from tests.support.replica_ranks import with_replicas
 

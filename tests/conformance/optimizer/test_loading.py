@@ -22,8 +22,9 @@ from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint.loading import _Checkpoint
 from bucketwheel.checkpoint.reader import Reader
 from bucketwheel.optim.local_engine import LocalEngine
-from bucketwheel.testing import RankFailed, assert_bitwise_equal
+from bucketwheel.testing import RankFailed
 from tests.support import checkpoint_jobs as jobs
+from tests.support.bits import assert_bitwise_equal
 from tests.support.checkpoint_jobs import KINDS, Job, Model
 from tests.support.optim_twins import on_ranks
 from tests.support.replica_ranks import with_replicas

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, loss_of
 from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing

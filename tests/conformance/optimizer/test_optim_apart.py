@@ -9,7 +9,7 @@ import pytest
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.failure_cases import expect_gone, expect_no_threads, hosts_apart, threads_of_agreement
 from tests.support.optim_twins import SHAPES, TINY, Run, make_params
 from tests.support.simulated_nccl import simulated

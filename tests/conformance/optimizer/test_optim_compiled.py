@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.counting_backend import CountingBackend, compiles_in_threads
 from tests.support.optim_twins import run_local
 

@@ -13,7 +13,7 @@ import torch
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import run_local
 from tests.support.simulated_cuda import Calls, posing
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import bucketwheel as bw
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_compiled import Model, by_every_method, by_stock_code, usual
+from tests.support.bits import assert_bitwise_equal
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

@@ -18,7 +18,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import ClosedError, PeerError
 from bucketwheel.grads import agreement
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, run_local, share
 
 

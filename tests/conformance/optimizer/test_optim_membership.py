@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from bucketwheel.checkpoint import TensorShard
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, make_params, run_local
 
 pytestmark = pytest.mark.dist

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import bucketwheel as bw
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.test_optim_cuda import batch, in_world, model_of, trained
+from tests.support.bits import assert_bitwise_equal
 from tests.support.simulated_cuda import Calls
 from tests.support.simulated_nccl import simulated
 

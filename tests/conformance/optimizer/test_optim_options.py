@@ -14,8 +14,8 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.optim.trained_params import Hyperparameters
-from bucketwheel.testing import assert_bitwise_equal
 from tests.conformance.optimizer.updates import named
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, on_ranks, run_local
 
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.gathers.pending_param import PendingParameter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.late_gathers import delay_gathers, pending, start_at
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.late_gathers import delay_gathers, pending, start_at
 from tests.support.optim_twins import run_local
 

@@ -28,9 +28,9 @@ from bucketwheel import CheckpointError, checkpoint
 from bucketwheel.checkpoint import everyone, saving
 from bucketwheel.checkpoint.staging import Staging
 from bucketwheel.checkpoint.writer import DataFile
-from bucketwheel.testing import assert_bitwise_equal
 from bucketwheel.torch_internals import store_of
 from tests.support import checkpoint_jobs as jobs
+from tests.support.bits import assert_bitwise_equal
 from tests.support.checkpoint_jobs import KINDS, Job, Model
 from tests.support.optim_twins import on_ranks, run_local
 

@@ -16,7 +16,7 @@ from bucketwheel.checkpoint.snapshots import Snapshots
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, share
 from tests.support.replica_ranks import with_replicas
 from tests.support.simulated_cuda import posing

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import bucketwheel as bw
 from bucketwheel.checkpoint.snapshots import Snapshots
-from bucketwheel.testing import assert_bitwise_equal, run_ranks
 from tests.conformance.optimizer.test_snapshots import BF16, F32, Loop, add_group, eventful_step, write_state
+from tests.support.bits import assert_bitwise_equal
+from tests.support.ranks import run_ranks
 
 
 class Apart(Loop):
@@ -59,7 +60,7 @@ def followed(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_neighbour_has_the_bits_of_the_shard(world: int) -> None:
-    run_ranks(followed, world, timeout_s=90, forked=True)
+    run_ranks(followed, world, timeout_s=90)
 
 
 def failing(rank: int, world: int) -> None:
@@ -92,7 +93,7 @@ def fail_from(step: int, snapshots: Snapshots, error: BaseException | None) -> N
 
 
 def test_what_the_thread_of_a_rank_fails_with_is_told_and_all_train_on() -> None:
-    run_ranks(failing, 2, timeout_s=60, forked=True)
+    run_ranks(failing, 2, timeout_s=60)
 
 
 def without_room(rank: int, world: int, folder: str) -> None:
@@ -113,7 +114,7 @@ def without_room(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_first_copy_without_room_fails_at_once_on_all(world: int, tmp_path: Path) -> None:
-    run_ranks(without_room, world, str(tmp_path / "f"), timeout_s=60, forked=True)
+    run_ranks(without_room, world, str(tmp_path / "f"), timeout_s=60)
     assert not os.listdir(tmp_path / "f")
 
 
@@ -195,9 +196,9 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
 )
 def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, tmp_path: Path) -> None:
     results = run_ranks(
-        survives, world + 1, str(tmp_path), lost, 7, moment, timeout_s=90, backend=None, expect_dead=[lost], forked=True
+        survives, world + 1, str(tmp_path), lost, 7, moment, timeout_s=90, backend=None, expect_dead=[lost]
     )
-    expected = run_ranks(reference, world, 12, timeout_s=60, forked=True)
+    expected = run_ranks(reference, world, 12, timeout_s=60)
     found = [result for result in results if result is not None]
     assert len(found) == world
     assert len({step for step, _ in found}) == 1
@@ -233,9 +234,9 @@ def resumed(rank: int, world: int, folder: str, steps: int) -> Any:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    run_ranks(killed, world, str(folder), timeout_s=60, expect_dead=range(world), forked=True)
-    results = run_ranks(resumed, world, str(folder), 12, timeout_s=60, forked=True)
-    expected = run_ranks(reference, world, 12, timeout_s=60, forked=True)
+    run_ranks(killed, world, str(folder), timeout_s=60, expect_dead=range(world))
+    results = run_ranks(resumed, world, str(folder), 12, timeout_s=60)
+    expected = run_ranks(reference, world, 12, timeout_s=60)
     assert len({step for step, _ in results}) == 1
     assert 7 - 1 - 2 <= results[0][0] <= 8
     for _, mine in results:
@@ -255,7 +256,7 @@ def of_a_group(rank: int, world: int) -> None:
 
 
 def test_the_ranks_of_a_group_are_each_others_neighbours() -> None:
-    run_ranks(of_a_group, 3, timeout_s=60, forked=True)
+    run_ranks(of_a_group, 3, timeout_s=60)
 
 
 def left_open(rank: int, world: int) -> None:
@@ -268,4 +269,4 @@ def left_open(rank: int, world: int) -> None:
 
 def test_a_process_ends_with_its_snapshots_open() -> None:
     """The runner fails for a rank that does not exit, or not with code 0."""
-    run_ranks(left_open, 2, timeout_s=60)
+    run_ranks(left_open, 2, timeout_s=60, forked=False)

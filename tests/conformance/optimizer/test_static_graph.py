@@ -13,7 +13,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.testing import assert_bitwise_equal
+from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, dyadic, make_params, run_local, share
 from tests.support.requirements import slow_case
 
