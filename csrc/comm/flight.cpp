@@ -1,8 +1,8 @@
 #include "comm/flight.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -10,7 +10,6 @@
 
 #include "base/env.h"
 #include "base/error.h"
-#include "base/memfd.h"
 
 namespace bucketwheel {
 namespace {
@@ -35,70 +34,32 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
-// A communicator's name as part of the name of a file, which file systems bound. The end of a long one is kept: it is
-// what tells the parts of a communicator apart.
+// A communicator's name as part of the name of a file. The end of a long one is kept: it tells the parts of a communicator
+// apart.
 std::string file_text(std::string name) {
   constexpr size_t kMaxBytes = 100;
-  size_t begin = name.size() > kMaxBytes ? name.size() - kMaxBytes : 0;
-  while (begin > 0 && begin < name.size() && (static_cast<unsigned char>(name[begin]) & 0xc0) == 0x80) {
-    ++begin;  // not within a character
-  }
-  name.erase(0, begin);
-  for (char& c : name) {
-    if (c == '/' || static_cast<unsigned char>(c) < 0x20) {
-      c = '_';
-    }
-  }
+  name.erase(0, name.size() - std::min(name.size(), kMaxBytes));
+  std::replace_if(name.begin(), name.end(), [](unsigned char c) { return c == '/' || c < 0x20; }, '_');
   return name;
 }
 
-void write_all(const FileDescriptor& file, const std::string& text, const std::string& path) {
-  for (size_t done = 0; done < text.size();) {
-    const ssize_t count = ::write(file.get(), text.data() + done, text.size() - done);
-    if (count < 0 && errno != EINTR) {
-      throw Error("cannot write " + path + ": " + std::generic_category().message(errno));
-    }
-    done += count > 0 ? static_cast<size_t>(count) : 0;
-  }
-}
-
 // Readers find a whole file or none. Nothing is followed or changed that somebody else has put into the folder, where
-// others may be allowed to write: what is written to is new.
+// others may be allowed to write: the file is new.
 void write_file(const std::string& path, const std::string& text) {
   const std::string unfinished = path + "." + std::to_string(getpid());
-  FileDescriptor file(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-  if (file.get() < 0) {
+  std::FILE* file = std::fopen(unfinished.c_str(), "wxe");
+  if (file == nullptr) {
     throw Error("cannot make " + unfinished + ": " + std::generic_category().message(errno));
   }
-  try {
-    write_all(file, text, unfinished);
-    if (close(file.release()) != 0) {  // some file systems notice only then that they are full
-      throw Error("cannot write " + unfinished + ": " + std::generic_category().message(errno));
-    }
-    if (std::rename(unfinished.c_str(), path.c_str()) != 0) {
-      throw Error("cannot make " + path + ": " + std::generic_category().message(errno));
-    }
-  } catch (const Error&) {
+  const bool is_written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  if (std::fclose(file) != 0 || !is_written || std::rename(unfinished.c_str(), path.c_str()) != 0) {
+    const std::string why = std::generic_category().message(errno);
     (void)unlink(unfinished.c_str());
-    throw;
+    throw Error("cannot write " + path + ": " + why);
   }
-}
-
-std::string time_text(double seconds) {
-  if (seconds == 0) {
-    return "null";
-  }
-  char text[40];
-  std::snprintf(text, sizeof(text), "%.6f", seconds);
-  return text;
 }
 
 }  // namespace
-
-FlightRing::Entry* FlightRing::find(uint64_t seq) {
-  Entry& entry = entries_[seq % kCapacity];
-  return entry.seq == seq ? &entry : nullptr;
-}
 
 void FlightRing::issued(const Operation& op, Clock::time_point now) {
   std::lock_guard lock(mutex_);
@@ -107,26 +68,12 @@ void FlightRing::issued(const Operation& op, Clock::time_point now) {
       op.seq, op.collective, State::kIssued, op.pairs.size(), op.size_bytes, seconds_of(now), 0, 0};
 }
 
-void FlightRing::started(uint64_t seq) {
+void FlightRing::reach(uint64_t seq, State state) {
   std::lock_guard lock(mutex_);
-  if (Entry* entry = find(seq)) {
-    entry->state = State::kRunning;
-    entry->started_s = now_s();
-  }
-}
-
-void FlightRing::finished(uint64_t seq, bool is_ok) {
-  std::lock_guard lock(mutex_);
-  if (Entry* entry = find(seq)) {
-    entry->state = is_ok ? State::kDone : State::kFailed;
-    entry->finished_s = now_s();
-  }
-}
-
-void FlightRing::captured(uint64_t seq) {
-  std::lock_guard lock(mutex_);
-  if (Entry* entry = find(seq)) {
-    entry->state = State::kCaptured;
+  Entry& entry = entries_[seq % kCapacity];
+  if (entry.seq == seq) {
+    entry.state = state;
+    (state == State::kRunning ? entry.started_s : entry.finished_s) = now_s();
   }
 }
 
@@ -139,7 +86,7 @@ std::string FlightRing::json(const std::string& reason) const {
                     ", \"rank\": " + std::to_string(identity_.rank) +
                     ", \"world\": " + std::to_string(identity_.world) + ", \"backend\": " + quoted(identity_.backend) +
                     ", \"pid\": " + std::to_string(getpid()) + ", \"host\": " + quoted(host) +
-                    ", \"written_at\": " + time_text(wall_s) + ", \"now_s\": " + time_text(now_s()) +
+                    ", \"written_at\": " + std::to_string(wall_s) + ", \"now_s\": " + std::to_string(now_s()) +
                     ", \"reason\": " + quoted(reason) + ", \"operations\": [";
   std::lock_guard lock(mutex_);
   const uint64_t first = last_seq_ >= kCapacity ? last_seq_ - kCapacity + 1 : 1;
@@ -149,8 +96,8 @@ std::string FlightRing::json(const std::string& reason) const {
            ", \"kind\": " + quoted(name_of(entry.collective)) + ", \"tensors\": " + std::to_string(entry.tensors) +
            ", \"bytes\": " + std::to_string(entry.size_bytes) +
            ", \"state\": " + quoted(kStates[static_cast<size_t>(entry.state)]) +
-           ", \"issued_s\": " + time_text(entry.issued_s) + ", \"started_s\": " + time_text(entry.started_s) +
-           ", \"finished_s\": " + time_text(entry.finished_s) + "}";
+           ", \"issued_s\": " + std::to_string(entry.issued_s) + ", \"started_s\": " + std::to_string(entry.started_s) +
+           ", \"finished_s\": " + std::to_string(entry.finished_s) + "}";
   }
   return out + "]}\n";
 }

@@ -28,13 +28,13 @@ class FlightRing {
 
   // Thread-safe. Operations are known by their seq; one that fell out of the ring is ignored.
   void issued(const Operation& op, Clock::time_point now);
-  void started(uint64_t seq);
-  void finished(uint64_t seq, bool is_ok);
-  void captured(uint64_t seq);
+  void started(uint64_t seq) { reach(seq, State::kRunning); }
+  void finished(uint64_t seq, bool is_ok) { reach(seq, is_ok ? State::kDone : State::kFailed); }
+  void captured(uint64_t seq) { reach(seq, State::kCaptured); }
 
   // JSON: {"comm", "id", "rank", "world", "backend", "pid", "host", "written_at" (seconds since 1970), "now_s", "reason",
   // "operations": [{"seq", "kind", "tensors", "bytes", "state", "issued_s", "started_s", "finished_s"}]}, oldest first;
-  // times on the steady clock of the host, like "now_s"; null when not reached. "captured" is the state of an operation
+  // times on the steady clock of the host, like "now_s"; 0 when not reached. "captured" is the state of an operation
   // that belongs to a CUDA graph.
   std::string json(const std::string& reason) const;
   // To BW_TRACE_DIR/<comm>-<id>-rank<rank>.json, if that is set; what it wrote before is replaced. Never throws: the failure that
@@ -54,7 +54,7 @@ class FlightRing {
     double started_s = 0;
     double finished_s = 0;
   };
-  Entry* find(uint64_t seq);
+  void reach(uint64_t seq, State state);
 
   const Identity identity_;
   std::atomic<bool> has_tried_{false};

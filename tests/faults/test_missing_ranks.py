@@ -24,10 +24,9 @@ import bucketwheel as bw
 from bucketwheel.comm import patience
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout, PeerError
-from bucketwheel.testing import run_ranks
 from bucketwheel.tools import flight
 from tests.support.failure_cases import gather
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.requirements import slow_case
 
 pytestmark = pytest.mark.dist
@@ -225,7 +224,7 @@ def test_who_leaves_while_others_wait_is_not_called_dead(tmp_path: Path, how: st
     assert "has not called bw.checkpoint.save" in text and "call it on all ranks" in text
     assert "died" not in text and ("has gone; needed for bw.checkpoint.save" in text) == (how != "after")
     (verdict,) = flight.judge(flight.read(tmp_path)[0])
-    assert (verdict["culprits"], verdict["why"]) == ([1], "had not called bw.checkpoint.save")
+    assert (verdict.culprits, verdict.why) == ([1], "had not called bw.checkpoint.save")
 
 
 def without_an_optimizer(rank: int, world: int, folder: Path) -> tuple[list[str], str, str, str]:

@@ -8,7 +8,7 @@ the most important come first. ``--out`` gets
 
     results.jsonl   one line when a part ends: part, outcome, ok, seconds, exit_code, last_line; and before it each line
                     of its output that is a JSON object, alone or after "BW_JSON ", with "part" added
-    logs.txt        the output of all parts
+    PART.log        the output of a part
     table.txt       the table that is printed last, one line a part
 
 The exit status is the number of parts that failed. docs/testing.md says what each part proves.
@@ -46,8 +46,7 @@ class Part:
     """``missing``: what this machine does not have for the part; it is left out then, which is no failure.
     ``unfit``: what a line of the output says where the part cannot work on this machine: left out too, if all else
     in it passed. ``refuses``: it fails then, whatever it would have found.
-    ``warns``: the exit status of a part that works with warnings, if a result in its output has it as ``status``; a
-    crash may end with the same.
+    ``warns``: the last line of a part that ends with 1 because it works with warnings.
     ``variables``: of its environment alone."""
 
     name: str
@@ -56,7 +55,7 @@ class Part:
     missing: str = ""
     unfit: str = ""
     refuses: bool = False
-    warns: int = 0
+    warns: str = ""
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -99,9 +98,9 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         argv = (python, "benchmarks/bench_gpu.py", "--section", section, "--json", "/dev/stdout")
         return Part(f"bench {section}", argv, timeout_s, variables=tuple(variables.items()))
 
-    doctor = (python, "-m", "bucketwheel", "doctor", "--json", "--build", "cpu", "--build", "cuda")
+    doctor = (python, "-m", "bucketwheel", "doctor", "--build", "cpu", "--build", "cuda")
     return [
-        Part("build", doctor, 180.0, warns=1),
+        Part("build", doctor, 180.0, warns="works, with warnings"),
         test("kernels", 90.0),
         test("optim", 75.0),
         test("ordering", 60.0, BW_POOL_POISON="1"),
@@ -152,57 +151,41 @@ def run_part(part: Part, log: Path, limit_s: float) -> Outcome:
         return Outcome(part.name, "left out", 0.0, last_line=part.missing)
     start = time.monotonic()
     with open(log, "wb") as output:
+        options: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+            "cwd": ROOT,
+        }
         try:
-            process = subprocess.Popen(
-                part.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=environment() | dict(part.variables),
-                start_new_session=True,
-            )
+            process = subprocess.Popen(part.argv, env=environment() | dict(part.variables), **options)
         except OSError as error:
             return Outcome(part.name, "failed", 0.0, last_line=str(error))
-        in_time = _ends_within(process, limit_s)
-    seconds = round(time.monotonic() - start, 2)
-    exit_code = process.returncode if in_time else None
+        try:
+            exit_code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            exit_code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     verdict, says = _verdict(part, log, exit_code)
-    return Outcome(part.name, verdict, seconds, exit_code, says[:200])
+    return Outcome(part.name, verdict, round(time.monotonic() - start, 2), exit_code, says[:200])
 
 
 def _verdict(part: Part, log: Path, exit_code: int | None) -> tuple[str, str]:
     """The outcome of a part that ended with ``exit_code`` (None: not in time), and the line that tells most about it."""
     lines = [line.strip() for line in _lines(log) if line.strip() and not _RESULT.fullmatch(line)]
     last = lines[-1] if lines else ""
-    if exit_code is None:
-        return "timed out", last
     refusal = next((line for line in lines if part.unfit and part.unfit in line), None)
-    if refusal is not None and (exit_code == 0 or part.refuses):
+    if refusal is not None and exit_code is not None and (exit_code == 0 or part.refuses):
         return "left out", refusal
-    if exit_code == 0:
-        return "ok", last
-    if exit_code == part.warns:
-        for result in results_of(part.name, log):
-            if result.get("status") == exit_code:
-                return "ok", f"works, with warnings: {result.get('warnings', 'not named')}"
-    return "failed", last
-
-
-def _ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Whether a part ended by itself. What is left of its group, and of it, is ended in any case."""
-    try:
-        process.wait(limit_s)
-        return True
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    is_well = exit_code == 0 or (exit_code == 1 and last == part.warns)
+    return "timed out" if exit_code is None else "ok" if is_well else "failed", last
 
 
 def _lines(log: Path) -> list[str]:
@@ -225,40 +208,26 @@ def results_of(part: str, log: Path) -> list[dict[str, object]]:
 
 
 def run_all(parts: Sequence[Part], out: Path, limit_s: float = LIMIT_S) -> list[Outcome]:
-    """Run the parts in order, whatever becomes of each; ``out`` holds three files when this returns."""
+    """Run the parts in order, whatever becomes of each; ``out`` holds their results when this returns."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in [*out.glob("*.log"), *(out / name for name in ("results.jsonl", "logs.txt", "table.txt"))]:
+    for stale in [*out.glob("*.log"), *(out / name for name in ("results.jsonl", "table.txt"))]:
         stale.unlink(missing_ok=True)
     start = time.monotonic()
     outcomes = []
-    logs = []
-    try:
-        for part in parts:
-            log = out / f"{part.name.replace(' ', '_')}.log"
-            logs.append((part, log))
-            left_s = limit_s - (time.monotonic() - start)
-            print(f"[{time.monotonic() - start:5.0f} s] {part.name}", flush=True)
-            if left_s < LEAST_S:
-                outcome = Outcome(part.name, "no time", 0.0, last_line=f"{limit_s:.0f} s were over")
-            else:
-                outcome = run_part(part, log, min(part.timeout_s, left_s - min(GRACE_S, left_s / 2)))
-            outcomes.append(outcome)
-            lines = [*results_of(part.name, log), {**asdict(outcome), "ok": outcome.ok}]
-            with open(out / "results.jsonl", "a") as results:
-                results.writelines(json.dumps(line) + "\n" for line in lines)
-    finally:
-        _bundle(logs, out / "logs.txt")
+    for part in parts:
+        log = out / f"{part.name.replace(' ', '_')}.log"
+        left_s = limit_s - (time.monotonic() - start)
+        print(f"[{limit_s - left_s:5.0f} s] {part.name}", flush=True)
+        if left_s < LEAST_S:
+            outcome = Outcome(part.name, "no time", 0.0, last_line=f"{limit_s:.0f} s were over")
+        else:
+            outcome = run_part(part, log, min(part.timeout_s, left_s - min(GRACE_S, left_s / 2)))
+        outcomes.append(outcome)
+        lines = [*results_of(part.name, log), {**asdict(outcome), "ok": outcome.ok}]
+        with open(out / "results.jsonl", "a") as results:
+            results.writelines(json.dumps(line) + "\n" for line in lines)
         (out / "table.txt").write_text(table(outcomes) + "\n")
     return outcomes
-
-
-def _bundle(logs: list[tuple[Part, Path]], bundle: Path) -> None:
-    with open(bundle, "wb") as file:
-        for part, log in logs:
-            file.write(f"==== {part.name}: {' '.join(part.argv)}\n".encode())
-            file.write((log.read_bytes() if log.exists() else b"") + b"\n")
-    for _, log in logs:
-        log.unlink(missing_ok=True)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -273,9 +242,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
     parser.add_argument("--only", default="", help="parts to run, with commas between")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, help=f"seconds for all together (default {LIMIT_S:.0f})"
-    )
     options = parser.parse_args(arguments)
     parts = all_parts()
     if options.only:
@@ -283,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := set(names) - {part.name for part in parts}:
             parser.error(f"no such part: {', '.join(sorted(unknown))}")
         parts = [part for part in parts if part.name in names]
-    outcomes = run_all(parts, options.out.absolute(), options.limit)
+    outcomes = run_all(parts, options.out.absolute())
     print(table(outcomes), flush=True)
     return min(100, sum(not outcome.ok for outcome in outcomes))
 
