@@ -65,19 +65,18 @@ def run_ranks(
     """
     # Without the second gloo resolves the host name, which need not work.
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
-    setup = (pickle.dumps((fn, args)), timeout_s, backend, world_size, os.getpid())
+    call = pickle.dumps((fn, args))
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="bw-ranks-") as folder:
         try:
             with mock.patch.dict(os.environ, env):
                 for rank in range(world_size):
-                    ranks.append(_Rank(folder, rank, *setup))
-            deadline = time.monotonic() + _START_TIMEOUT_S + timeout_s + _GRACE_S
-            results, failures = _answers(dict(enumerate(ranks)), deadline)
+                    ranks.append(_Rank(folder, rank, call, timeout_s, backend, f"file://{folder}/store", world_size))
+            results, failures = _answers(dict(enumerate(ranks)), _START_TIMEOUT_S + timeout_s + _GRACE_S)
             for one in ranks:
                 one.connection.close()  # the rank may end
-            ends = [one.end() for one in ranks if not failures]
-            failures |= {rank: end for rank, end in enumerate(ends) if end}
+            ends = {rank: one.end() for rank, one in enumerate(ranks) if not failures}
+            failures |= {rank: end for rank, end in ends.items() if end}
         finally:  # an interrupt, too, leaves no rank behind
             for one in ranks:
                 one.kill()
@@ -91,10 +90,9 @@ class _Rank:
         self.stacks = Path(folder, f"stacks-{rank}")  # faulthandler writes here when the rank crashes or is late
         self.stacks.touch()
         self.connection, theirs = Pipe()
+        args = (theirs, str(self.stacks), os.getpid(), *setup, rank)
+        self.process = get_context("spawn").Process(target=_rank_main, args=args)
         with theirs:
-            self.process = get_context("spawn").Process(
-                target=_rank_main, args=(theirs, str(self.stacks), rank, *setup)
-            )
             self.process.start()
 
     def answer(self) -> tuple[bool, Any]:
@@ -117,9 +115,10 @@ class _Rank:
         self.process.join()
 
 
-def _answers(waiting: dict[int, _Rank], deadline: float) -> tuple[dict[int, Any], dict[int, Any]]:
+def _answers(waiting: dict[int, _Rank], limit_s: float) -> tuple[dict[int, Any], dict[int, Any]]:
     """Results and failures, by rank."""
     answers: dict[bool, dict[int, Any]] = {True: {}, False: {}}
+    deadline = time.monotonic() + limit_s
     while waiting:
         wait([rank.connection for rank in waiting.values()], timeout=0.02)
         for index, rank in list(waiting.items()):
@@ -136,12 +135,12 @@ def _answers(waiting: dict[int, _Rank], deadline: float) -> tuple[dict[int, Any]
     return answers[True], answers[False]
 
 
-def _rank_main(runner: Connection, stacks: str, rank: int, call: bytes, timeout_s: float, *group: Any) -> None:
+def _rank_main(runner: Connection, stacks: str, pid: int, call: bytes, timeout_s: float, *group: Any) -> None:
     """Run the call in a session of its own, and stay until the runner has all results. Dies with its runner (Linux)."""
     os.setsid()
-    backend, world_size, runner_pid = group
+    backend, store, world_size, rank = group
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if not os.path.exists(f"/proc/{runner_pid}"):  # it died before the line above
+    if not os.path.exists(f"/proc/{pid}"):  # it died before the line above
         os._exit(1)
     file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it for the whole life)
     faulthandler.enable(file)
@@ -150,7 +149,6 @@ def _rank_main(runner: Connection, stacks: str, rank: int, call: bytes, timeout_
         faulthandler.dump_traceback_later(_START_TIMEOUT_S, exit=True, file=file)
         if backend is not None:
             # A file store, unlike a TCP store, does not die with one of the ranks.
-            store = f"file://{stacks[: -len(str(rank))]}store"
             dist.init_process_group(backend, store, timedelta(seconds=_START_TIMEOUT_S), world_size, rank)
         fn, args = pickle.loads(call)
         torch.manual_seed(0)
