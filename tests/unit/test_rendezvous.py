@@ -129,6 +129,51 @@ def test_failures_and_differences_are_told_to_all():
     assert run_threads(body, 3, timeout_s=40) == ["\n  rank 1: OSError: no socket"] * 3
 
 
+class Made:
+    """A native communicator that remembers how it was ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def abort(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def close(self, timeout: float) -> None:
+        self.ends.append(f"closed within {timeout} s")
+
+
+def test_what_is_not_made_on_all_ranks_is_ended_on_those_that_have_it():
+    store = dist.HashStore()
+    comms = [Made() for _ in range(3)]
+
+    def body(rank: int, _: int) -> None:
+        def make() -> Made:
+            if rank == 1:
+                raise OSError("no socket")
+            return comms[rank]
+
+        with pytest.raises(CommError, match="not be made on all ranks\n  rank 1: OSError: no socket"):
+            Rendezvous(store, rank, 3, 20).make(make)
+
+    run_threads(body, 3, timeout_s=40)
+    ended = ["CommError while the communicator was made", "closed within 0.0 s"]
+    assert [comm.ends for comm in comms] == [ended, [], ended]
+
+
+def test_ranks_that_have_met_are_not_missed_in_the_next_round():
+    """That begins just before the time limit, where one of them is held up for a moment."""
+    store = dist.HashStore()
+
+    def body(rank: int, _: int) -> list[object]:
+        rendezvous = Rendezvous(store, rank, 3, 20)
+        rendezvous.exchange("met")
+        rendezvous.deadline = time.monotonic() + 0.1
+        time.sleep(0.6 if rank == 1 else 0.0)
+        return rendezvous.exchange(rank)
+
+    assert run_threads(body, 3, timeout_s=40) == [[0, 1, 2]] * 3
+
+
 def test_an_attempt_that_is_given_up_is_told_to_all():
     """Though that is later than the time limit."""
     store = dist.HashStore()
