@@ -9,54 +9,18 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 from bucketwheel.errors import ShardedGradError
 from tests.support.grad_twins import (
     PlainOwner,
     assert_same_bits,
     assert_same_grads,
-    backward,
     make_twins,
     names_of,
 )
 
-FOREACH = [True, False, None]
-
-
 # --- clipping ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0, 3])
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_clip_grad_norm_equals_plain(foreach, norm_type, dtype):
-    # torch itself refuses the inf norm of an empty tensor
-    plain, sharded, owner = make_twins(dtype, empty=norm_type != float("inf"))
-    for max_norm in (0.5, 1e6, 0.1):
-        want = clip_grad_norm_(plain, max_norm, norm_type, foreach=foreach)
-        got = clip_grad_norm_(sharded, max_norm, norm_type, foreach=foreach)
-        assert_same_bits(got, want)
-        assert_same_grads(owner, plain)
-    assert float(want) > 0
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_total_norm_and_clips_with_it_and_by_value_equal_plain(foreach):
-    plain, sharded, owner = make_twins()
-    want = get_total_norm([p.grad for p in plain], foreach=foreach)
-    got = get_total_norm([p.grad for p in sharded], foreach=foreach)
-    assert_same_bits(got, want)
-    clip_grads_with_norm_(plain, 0.25, want * 2, foreach=foreach)
-    clip_grads_with_norm_(sharded, 0.25, got * 2, foreach=foreach)
-    assert_same_grads(owner, plain)
-    with torch.no_grad():
-        plain[0].grad[0, 0] = float("nan")
-        owner.grads[0][0, 0] = float("nan")
-    clip_grad_value_(plain, 1 / 64, foreach=foreach)
-    clip_grad_value_(sharded, 1 / 64, foreach=foreach)
-    assert float(plain[4].grad.abs().max()) == 1 / 64
-    assert_same_grads(owner, plain)
 
 
 @pytest.mark.parametrize("foreach", [True, None])
@@ -92,18 +56,6 @@ def test_single_norms_equal_plain_and_may_be_written_to():
 
 
 # --- accumulation, zeroing, scaling -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_later_backwards_accumulate_and_the_hook_sees_the_placeholder(dtype):
-    plain, sharded, owner = make_twins(dtype)
-    for scale in (0.5, 3.0):
-        backward(plain, scale)
-        backward(sharded, scale)
-    assert_same_grads(owner, plain)
-    for i in range(len(sharded)):
-        calls = [call for call in owner.calls if call[1] == i]
-        assert calls == [("accumulate", i), ("hook", i, True)] * 2
 
 
 def test_manual_accumulation_and_scaling_equal_plain():

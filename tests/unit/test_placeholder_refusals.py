@@ -86,26 +86,15 @@ def test_reading_values_raises_naming_the_parameter(read):
         assert_same_bits(owner.grads[i], old)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (Tensor.mean, "mean"),
-        (Tensor.half, "to"),
-        (Tensor.isinf, "isinf"),
-        (lambda grad: grad.tolist(), "Tensor.tolist"),
-    ],
-)
-def test_the_error_says_what_was_called(call, name):
-    with pytest.raises(ShardedGradError, match=f"^{name} needs"):
-        call(make_twins()[1][0].grad)
-
-
 IN_PLACE = r"full_grad\(p\) returns them\. In place, p\.grad\.mul_\(s\) and p\.grad /= n work, and cost nothing"
 
 
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
+        (Tensor.half, "^to needs"),
+        (lambda grad: grad.tolist(), "^Tensor.tolist needs"),
+        (lambda grad: torch._foreach_mul_([grad], torch.ones(1, 1, 1)), "^_foreach_mul_.*'p0'"),
         (lambda grad: grad / 8, IN_PLACE),
         (lambda grad: grad * torch.tensor(0.5), IN_PLACE),
         (lambda grad: -grad, IN_PLACE),
@@ -120,7 +109,7 @@ IN_PLACE = r"full_grad\(p\) returns them\. In place, p\.grad\.mul_\(s\) and p\.g
         (lambda grad: grad.mul_(torch.ones(5, 3)), r"full_grad\(p\) returns them\.$"),
     ],
 )
-def test_the_error_names_what_works_in_place(call, remedy):
+def test_the_error_says_what_was_called_and_what_works_in_place(call, remedy):
     """Issue 44: where only a factor or bounds are wanted, no values are."""
     _, sharded, owner = make_twins()
     with pytest.raises(ShardedGradError, match=remedy):
@@ -128,20 +117,9 @@ def test_the_error_names_what_works_in_place(call, remedy):
     assert not owner.calls
 
 
-def test_a_factor_must_not_have_more_dimensions_than_the_gradient():
-    _, sharded, owner = make_twins()
-    with pytest.raises(ShardedGradError, match=r"^mul_ needs.*'p2'"):
-        sharded[2].grad.mul_(torch.ones(1))
-    with pytest.raises(ShardedGradError, match=r"^_foreach_mul_.*'p0'"):
-        torch._foreach_mul_([sharded[0].grad, sharded[2].grad], torch.ones(1))
-    assert not owner.calls
-
-
 OPTIMIZERS = {
     "sgd": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, **kw),
-    "plain sgd": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, **kw),
     "adamw": lambda ps, **kw: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, **kw),
-    "adam": lambda ps, **kw: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1, **kw),
 }
 
 
@@ -156,41 +134,6 @@ def test_a_stock_optimizer_is_refused_before_it_changes_anything(make, mode):
     assert not optimizer.state
     for p, old in zip(sharded, before, strict=True):
         assert_same_bits(p.data, old)
-
-
-def test_stock_optimizers_on_their_own_parameters_step_as_ever():
-    make_twins()  # the guard is registered now
-    (p,) = make_params()[:1]
-    optimizer = torch.optim.LBFGS([p], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    before = p.detach().clone()
-    assert optimizer.step(closure).item() == float(before.square().sum())
-    assert not torch.equal(p, before)
-
-
-@pytest.mark.parametrize("native", ["_fused_adamw_", "_fused_sgd_"])
-def test_native_steps_are_refused_even_without_the_optimizer_class(native):
-    _, sharded, _ = make_twins()
-    p, before = sharded[0], sharded[0].detach().clone()
-    state = [torch.zeros_like(p)]
-    with pytest.raises(ShardedGradError, match=rf"{native}.*'p0'"), torch.no_grad():
-        if native == "_fused_adamw_":
-            torch._fused_adamw_(
-                [p], [p.grad], state, state, [], [torch.tensor(1.0)], amsgrad=False, lr=0.1, beta1=0.9, beta2=0.99,
-                weight_decay=0.1, eps=1e-8, maximize=False,
-            )  # fmt: skip
-        else:
-            torch._fused_sgd_(
-                [p], [p.grad], [], weight_decay=0.1, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False,
-                maximize=False, is_first_step=True,
-            )  # fmt: skip
-    assert_same_bits(p.data, before)
 
 
 # --- the object -------------------------------------------------------------------------------------------------------

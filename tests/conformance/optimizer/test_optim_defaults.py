@@ -16,15 +16,6 @@ from tests.support.bits import assert_bitwise_equal
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")  # stands for a device that is not the parameters'
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)
     try:
@@ -34,8 +25,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 DEFAULTS: dict[str, Callable[[], Any]] = {
-    "default device": default_device,
-    "with device": lambda: torch.device("meta"),
+    "device": lambda: torch.device("meta"),  # stands for one that is not the parameters', set_default_device too
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float64": lambda: default_dtype(torch.float64),
 }
@@ -89,14 +79,10 @@ def expect_alike(make: Callable[[], bw.Communicator | None]) -> None:
             assert_bitwise_equal(found, expected, f"{name}, {dtype}")
 
 
-def test_alone() -> None:
-    expect_alike(lambda: None)
+def on_ranks(rank: int, world: int, backend: str | None) -> None:
+    expect_alike(lambda: bw.Communicator(backend=backend, timeout_s=30) if backend else None)
 
 
-def on_ranks(rank: int, world: int, backend: str) -> None:
-    expect_alike(lambda: bw.Communicator(backend=backend, timeout_s=30))
-
-
-@pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_ranks(backend: str, rank_pool: Any) -> None:
-    rank_pool(2).run(on_ranks, backend, timeout_s=90)
+@pytest.mark.parametrize("backend", [None, "shm", "c10d"])
+def test_defaults_change_nothing(backend: str | None, rank_pool: Any) -> None:
+    rank_pool(2).run(on_ranks, backend, timeout_s=90) if backend else on_ranks(0, 1, None)
