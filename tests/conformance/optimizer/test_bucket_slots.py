@@ -155,6 +155,25 @@ def test_any_order_has_the_same_bits_and_the_same_places(rank_pool, world, overl
 # ---- beginning and end
 
 
+def closed_in_a_conflict(rank: int, world: int) -> None:
+    """The window is open, with gradients in the slots, which are given back."""
+    with pair(True, checks=True) as (comm, _):
+        for _ in range(2):
+            params = mixed_params()
+            opt = bw.ShardedAdamW(params, process_group=comm, **SMALL)
+            run_backward(params, [8, 7], dyadic(params, 0))
+            if rank == 0:
+                params[8].grad = None
+            with pytest.raises(RuntimeError, match="replaced or dropped"):
+                opt.step()
+            opt.close()
+            comm.pool.expect_no_leases()
+
+
+def test_an_optimizer_that_is_closed_in_a_conflict_leaves_no_lease(rank_pool):
+    rank_pool(2).run(closed_in_a_conflict, timeout_s=30)
+
+
 def with_other_leases(rank: int, world: int, of_gathers: bool) -> str:
     with pair(True) as (comm, script):
         params = mixed_params()
