@@ -3,8 +3,7 @@
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make tidy        clang-tidy over csrc and the native tests, up to 15 minutes; TIDY='pool.*' only where the path has this
 # make gpu         all that needs a GPU, in 8 minutes at most; results in OUT (build/gpu)
-# make mutants     what the tests of kernels and optimizer notice: one place broken at a time, hours; what is known of the
-#                  optimizer's is not run again (build/mutants_optim.jsonl)
+# make mutants     the tests of kernels and optimizer on broken code: one place broken at a time, hours
 # make matrix      other Pythons and torches, minutes for each pair; MATRIX=--cuda-builds runs all, of many GB in all,
 #                  MATRIX='--cell 3.12:2.13.0' one
 #

@@ -9,11 +9,13 @@ tolerance above lr would let most of these live. An hour for all: each mutant co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,29 +200,43 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
 ]  # fmt: skip
 
 
-def is_caught(tree: Path, tests: list[str]) -> bool:
+@contextlib.contextmanager
+def copied_tree() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bw-mutants-") as folder:
+        yield Path(
+            shutil.copytree(ROOT, Path(folder, "tree"), ignore=shutil.ignore_patterns("__pycache__", "build", ".*"))
+        )
+
+
+def is_caught(tree: Path, tests: list[str], file: Path, mutant: str) -> bool:
+    """Whether a test fails, or is not over after half an hour, with the text ``mutant`` in ``file``."""
     env = {**os.environ, "PYTHONPATH": f"{tree / 'python'}:{tree}", "BW_CACHE_DIR": str(tree / "cache")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not every_float", *tests]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=1800, check=False)
-    return done.returncode != 0
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-k", "not every_float"]
+    source = file.read_text()
+    file.write_text(mutant)
+    try:
+        command = [sys.executable, "-m", "pytest", *options, *tests]
+        return (
+            subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=1800, check=False).returncode != 0
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        file.write_text(source)
 
 
 def main() -> int:
     survivors = 0
-    with tempfile.TemporaryDirectory(prefix="bw-mutants-") as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("__pycache__", "build", ".*"))
+    with copied_tree() as tree:
         for path, tests, mutants in MUTANTS:
             chosen = [mutant for mutant in mutants if not sys.argv[1:] or mutant[0] in sys.argv[1:]]
-            if chosen and is_caught(tree, tests):
-                sys.exit(f"the tests fail without a mutant: {' '.join(tests)}")
             (file,) = (tree / "csrc").rglob(path)
             source = file.read_text()
+            if chosen and is_caught(tree, tests, file, source):
+                sys.exit(f"the tests fail without a mutant: {' '.join(tests)}")
             for name, text, replacement in chosen:
                 assert text in source, (path, name)
-                file.write_text(source.replace(text, replacement))
-                fate = "caught" if is_caught(tree, tests) else "SURVIVES"
-                file.write_text(source)
+                fate = "caught" if is_caught(tree, tests, file, source.replace(text, replacement)) else "SURVIVES"
                 survivors += fate == "SURVIVES"
                 print(f"{fate:9}{path}: {name}", flush=True)
     return survivors

@@ -1,5 +1,6 @@
 #include "comm/flight.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -44,10 +45,11 @@ std::string file_text(std::string name) {
 }
 
 // Readers find a whole file or none. Nothing is followed or changed that somebody else has put into the folder, where
-// others may be allowed to write: the file is new.
+// others may be allowed to write: the file is new, and for this user alone.
 void write_file(const std::string& path, const std::string& text) {
   const std::string unfinished = path + "." + std::to_string(getpid());
-  std::FILE* file = std::fopen(unfinished.c_str(), "wxe");
+  const int fd = open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  std::FILE* file = fd < 0 ? nullptr : fdopen(fd, "w");
   if (file == nullptr) {
     throw Error("cannot make " + unfinished + ": " + std::generic_category().message(errno));
   }

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "cuda"
 ARCHS = "8.0;9.0;10.0"
 TIMEOUT_S = 400.0
-SETTINGS = {"BW_NATIVE_DIR": str(BUILT)}
 
 # Registers for each thread: what leaves room for 4, 3 and 2 blocks of 256 threads on a multiprocessor of 64 K
 # registers.
@@ -64,17 +63,7 @@ def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> 
     adam = [name for name in by_arch["90"] if ADAM.search(name)]
     # p fp32 (2 state dtypes), bf16 (2 x 3 places of the weight), fp16 (2 x 2), fp64 (1); each with and without amsgrad
     assert len(adam) == 26
-    for launched in (
-        "adam_scalars",
-        "sumsq",
-        "accumulate",
-        "fold",
-        "param_sums",
-        "rank_sums",
-        "clip",
-        "copy",
-        "reduce",
-    ):
+    for launched in "adam_scalars sumsq accumulate fold param_sums rank_sums clip copy reduce".split():
         assert any(f"::{launched}_kernel" in name for name in by_arch["90"]), launched
 
 
@@ -122,10 +111,12 @@ def test_arithmetic_is_ieee_rounded_and_memory_goes_by_vectors(kernel: str) -> N
     assert not (missing := [name for name in OPERATIONS[kernel].split() if name not in ptx]), missing
 
 
-# Asks the table that the capsule holds, by ctypes: version, size, is_simulated, error_text, then the calls of
-# cuda_api.h.
+# The package's folder alone: importing the package would import torch. Then asks the table that the capsule holds, by
+# ctypes: version, size, is_simulated, error_text, then the calls of cuda_api.h.
 ASK = """
-import ctypes, json, sys
+import ctypes, json, sys, types
+sys.modules["bucketwheel"] = package = types.ModuleType("bucketwheel")
+package.__path__ = [sys.argv[1]]
 from bucketwheel.native.modules import cuda
 module = cuda()
 assert "torch" not in sys.modules
@@ -133,25 +124,19 @@ api = ctypes.pythonapi
 api.PyCapsule_GetPointer.restype, api.PyCapsule_GetPointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 address = api.PyCapsule_GetPointer(module.api, b"bucketwheel.cuda_api")
 version, size = (ctypes.c_uint32 * 2).from_address(address)
-is_simulated = ctypes.c_bool.from_address(address + 8).value
 pointers = (ctypes.c_void_p * ((size - 16) // 8)).from_address(address + 16)
 error_text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(pointers[0])
-get_device_count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(pointers[1])
-count = ctypes.c_int(-1)
-error = get_device_count(ctypes.byref(count))
-print(json.dumps({"version": version, "simulated": is_simulated, "filled": all(pointers), "calls": len(pointers) - 1,
-                  "error": error, "text": error_text(error).decode(), "count": count.value, "file": module.__file__}))
+error = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))(pointers[1])(ctypes.byref(ctypes.c_int()))
+print(json.dumps({"version": version, "simulated": ctypes.c_bool.from_address(address + 8).value, "file": module.__file__,
+                  "calls": len(pointers) - 1, "filled": all(pointers), "error": error, "text": error_text(error).decode()}))
 """
 
 
 @pytest.fixture(scope="module")
 def answer(kernels: list[Kernel]) -> dict:
-    # The package's folder alone: importing the package would import torch.
-    package = "import sys, types; sys.modules['bucketwheel'] = package = types.ModuleType('bucketwheel')\n"
-    package += f"package.__path__ = [{str(ROOT / 'python' / 'bucketwheel')!r}]\n"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BW_")}
-    environment = {**kept, **SETTINGS, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", package + ASK]
+    environment = {**kept, "BW_NATIVE_DIR": str(BUILT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", ASK, str(ROOT / "python" / "bucketwheel")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

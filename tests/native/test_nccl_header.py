@@ -13,19 +13,14 @@ from tests.support.requirements import need_nccl
 # What nccl.h asks of CUDA's headers: size_t and a stream's type, and no more as long as CUDART_VERSION is not defined.
 CUDA_STUBS = {"cuda_runtime.h": "#include <stddef.h>\ntypedef struct CUstream_st* cudaStream_t;\n", "cuda_fp16.h": ""}
 
+# Ours and theirs: the same name but for its first letters, or as said.
 CONSTANTS = {
-    "kNcclSuccess": "ncclSuccess",
-    "kNcclUnhandledCudaError": "ncclUnhandledCudaError",
-    "kNcclSystemError": "ncclSystemError",
-    "kNcclInternalError": "ncclInternalError",
-    "kNcclInvalidArgument": "ncclInvalidArgument",
-    "kNcclInvalidUsage": "ncclInvalidUsage",
-    "kNcclRemoteError": "ncclRemoteError",
-    "kNcclInProgress": "ncclInProgress",
-    "kNcclTimeout": "ncclTimeout",
-    "kNcclSum": "ncclSum",
-    "kNcclAvg": "ncclAvg",
-    "kNcclScalarHostImmediate": "ncclScalarHostImmediate",
+    f"kNccl{name}": f"nccl{name}"
+    for name in (
+        "Success UnhandledCudaError SystemError InternalError InvalidArgument InvalidUsage RemoteError InProgress Timeout "
+        "Sum Avg ScalarHostImmediate"
+    ).split()
+} | {
     "kNcclUndefined": "NCCL_CONFIG_UNDEF_INT",
     "kNcclSplitNoColor": "NCCL_SPLIT_NOCOLOR",
     "kNcclCtaPolicyDefault": "NCCL_CTA_POLICY_DEFAULT",
@@ -35,33 +30,17 @@ CONSTANTS = {
     "kNcclWindowSymmetric": "NCCL_WIN_COLL_SYMMETRIC",
     "kNcclWindowAlignment": "NCCL_WIN_REQUIRED_ALIGNMENT",
 }
-TYPES = {
-    "kInt8": "ncclInt8",
-    "kUInt8": "ncclUint8",
-    "kInt32": "ncclInt32",
-    "kUInt32": "ncclUint32",
-    "kInt64": "ncclInt64",
-    "kUInt64": "ncclUint64",
-    "kFloat16": "ncclFloat16",
-    "kFloat32": "ncclFloat32",
-    "kFloat64": "ncclFloat64",
-    "kBFloat16": "ncclBfloat16",
-}
-CONFIG = {
-    "size_bytes": "size",
-    "magic": "magic",
-    "version": "version",
-    "blocking": "blocking",
-    "cga_cluster_size": "cgaClusterSize",
-    "min_ctas": "minCTAs",
-    "max_ctas": "maxCTAs",
-    "net_name": "netName",
-    "split_share": "splitShare",
-    "traffic_class": "trafficClass",
-    "comm_name": "commName",
-    "collnet_enable": "collnetEnable",
-    "cta_policy": "CTAPolicy",
-}
+TYPES = {f"k{name}": f"nccl{name}" for name in "Int8 Int32 Int64 Float16 Float32 Float64".split()}
+TYPES |= {"kUInt8": "ncclUint8", "kUInt32": "ncclUint32", "kUInt64": "ncclUint64", "kBFloat16": "ncclBfloat16"}
+CONFIG = dict(
+    zip(
+        "size_bytes magic version blocking cga_cluster_size min_ctas max_ctas net_name split_share traffic_class comm_name "
+        "collnet_enable cta_policy".split(),
+        "size magic version blocking cgaClusterSize minCTAs maxCTAs netName splitShare trafficClass commName "
+        "collnetEnable CTAPolicy".split(),
+        strict=True,
+    )
+)
 # Two parameters fit when both are of one size and of one kind: what the C ABI passes them by.
 SOURCE = """
 #include <nccl.h>

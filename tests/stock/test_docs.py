@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import bucketwheel as bw
 from bucketwheel.layout.packing import PackItem, pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,50 +191,5 @@ def convert(rank: int, world: int, folder: Path) -> None:
     assert dist.get_world_size() == world
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_converted_script_has_ddps_losses(rank_pool: Any, world: int, tmp_path: Path) -> None:
-    rank_pool(world).run(convert, tmp_path, timeout_s=60)
-
-
-def make_conv_net() -> nn.Module:
-    torch.manual_seed(0)
-    stages = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    stages += [nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-
-
-def losses_of_conv_net(rank: int, *, is_sharded: bool, is_fused: bool = False) -> Tensor:
-    model = make_conv_net()
-    if is_sharded:
-        forward, sync = model, bw.sync_module(model, buffers="forward")
-        optimizer: Any = bw.ShardedAdamW(model.named_parameters(), lr=1e-2)
-    else:
-        forward = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=is_fused)
-    templates = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(7))
-    own, losses = torch.Generator().manual_seed(100 + rank), []
-    for _ in range(30):
-        labels = torch.randint(0, 10, (32,), generator=own)
-        images = templates[labels] + torch.randn(32, 3, 16, 16, generator=own)
-        loss = nn.functional.cross_entropy(forward(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    if is_sharded:
-        sync.close()
-        optimizer.close()
-    return torch.tensor(losses)
-
-
-def drift_of_conv_net(rank: int, world: int) -> None:
-    expected = losses_of_conv_net(rank, is_sharded=False)
-    fused = losses_of_conv_net(rank, is_sharded=False, is_fused=True)
-    ours = losses_of_conv_net(rank, is_sharded=True)
-    torch.testing.assert_close(ours[:10], expected[:10], rtol=1e-5, atol=0)
-    of_fused, of_ours = ((losses - expected).abs().max().item() for losses in (fused, ours))
-    assert of_ours <= 30 * max(of_fused, 1e-5), (of_ours, of_fused)
-
-
-def test_losses_part_from_ddps_no_sooner_than_those_of_another_kernel(rank_pool: Any) -> None:
-    rank_pool(2).run(drift_of_conv_net, timeout_s=60)
+def test_the_converted_script_has_ddps_losses(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(convert, tmp_path, timeout_s=60)

@@ -13,7 +13,6 @@ import torch
 
 from bucketwheel.__main__ import main
 from tests.unit.test_format import OF_TORCH_2_15
-from tests.unit.test_reader import damage
 from tests.unit.test_writer import save, some_state, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -36,7 +35,8 @@ def test_one_of_torchs_and_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureF
     assert "written by another writer than bucketwheel's: it has no checksums" in capsys.readouterr().out
     x = values(500)
     save(tmp_path, {"x": x})
-    damage(tmp_path, x[100:102].numpy().tobytes())
+    (file,) = tmp_path.glob("data-*/*")
+    file.write_bytes(file.read_bytes().replace(x[100:102].numpy().tobytes(), bytes(8)))
     assert main(["checkpoint", str(tmp_path), "--quick"]) == 0
     assert "checksums not compared" in capsys.readouterr().out
     assert main(["checkpoint", str(tmp_path)]) == 1

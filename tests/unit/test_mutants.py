@@ -7,18 +7,15 @@ import ast
 from tests import mutate_kernels, mutate_optim
 
 
-def test_every_mutant_of_native_code_has_its_lines_and_tests() -> None:
+def test_every_mutant_has_its_lines_and_tests() -> None:
     for path, tests, mutants in mutate_kernels.MUTANTS:
         (file,) = (mutate_kernels.ROOT / "csrc").rglob(path)
         source = file.read_text()
         assert all((mutate_kernels.ROOT / test.partition("::")[0]).is_file() for test in tests), path
         for name, text, replacement in mutants:
             assert text in source and text != replacement, f"{path}: {name}"
-
-
-def test_mutants_of_the_optimizer_are_python_and_the_same_for_a_seed() -> None:
-    mutants = mutate_optim.sample(list(mutate_optim.FOLDERS), 180, 0)
-    assert len(set(mutants)) >= 150 and mutants == mutate_optim.sample(list(mutate_optim.FOLDERS), 180, 0)
-    for mutant in mutants:
+    chosen = mutate_optim.sample(40, 0)
+    assert chosen == mutate_optim.sample(40, 0)
+    for mutant in chosen:
         source = (mutate_optim.ROOT / mutate_optim.PACKAGE / mutant.path).read_text()
         assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source)), mutant

@@ -123,7 +123,7 @@ def bare_python(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     return folder / "venv" / "bin" / "python"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_package_needs_no_numpy(bare_python: Path, tmp_path: Path, ranks: int) -> None:
     """README's example, BatchNorm, a save, a resume and Snapshots."""
     (twenty,) = re.findall(
