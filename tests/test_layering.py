@@ -72,7 +72,7 @@ MAY_IMPORT = {
 BUDGETS = {
     "csrc/base": 962,
     "csrc/bindings": 3349,
-    "csrc/comm": 1412,
+    "csrc/comm": 1414,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1883,
     "csrc/comm/nccl": 1775,
@@ -81,7 +81,7 @@ BUDGETS = {
     "csrc/kernels": 3858,
     "csrc/plan": 883,
     "csrc/pool": 1791,
-    "python": 602,
+    "python": 600,
     "python/checkpoint": 2973,
     "python/comm": 2168,
     "python/gathers": 385,
@@ -91,7 +91,7 @@ BUDGETS = {
     "python/native": 816,
     "python/optim": 2979,
     "python/pool": 1261,
-    "python/tools": 474,
+    "python/tools": 479,
 }
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.

@@ -7,6 +7,7 @@ named by ``--build`` cannot be built.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -35,13 +36,17 @@ Gpu = tuple[str, tuple[int, int]]  # its name and capability
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds, text = [CPU.kind, CUDA.kind], "build it now; may be repeated"
     parser.add_argument("--build", action="append", choices=kinds, default=[], help=text)
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
 
 
 def main(options: argparse.Namespace) -> int:
     facts, errors, concerns = examine(options.build)
+    status = 2 if errors else 1 if concerns else 0
+    if options.json:
+        print(json.dumps({"status": status, "errors": errors, "warnings": concerns, **facts}))
+        return status
     lines = [f"{name:12} {text}" for name, text in facts.items()]
     lines += [f"\nwarning: {text}" for text in concerns] + [f"\nbroken: {text}" for text in errors]
-    status = 2 if errors else 1 if concerns else 0
     print("\n".join([*lines, "", ("all well", "works, with warnings", "broken")[status]]))
     return status
 

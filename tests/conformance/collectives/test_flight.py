@@ -50,6 +50,7 @@ def test_a_rank_that_sleeps(tmp_path):
     verdict = verdict_of(tmp_path)
     (id,) = {ring.facts["id"] for ring in verdict.rings.values()}
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"sleepy-{id}-rank{rank}.json" for rank in range(3)]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     assert (verdict.culprits, verdict.stopped_at, verdict.why) == ([1], 2, "had not called reduce_scatter")
     assert "in 2 (reduce_scatter of 1 tensor, 96 bytes) | " in verdict.rings[0].line()
     assert "had not called 2 | (not noticed yet)" in verdict.rings[1].line()
