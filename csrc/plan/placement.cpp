@@ -5,7 +5,6 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
-#include <random>
 #include <set>
 #include <string>
 #include <tuple>
@@ -22,7 +21,6 @@ using Offsets = std::vector<int64_t>;  // by key
 constexpr int64_t kUnplaced = -1;
 constexpr int64_t kNoEnd = std::numeric_limits<int64_t>::max() / 2;
 constexpr size_t kKeysOfNode = 32;                 // a node costs one more for so many keys that it looks at
-constexpr size_t kKeysOfSlices = 2048;             // and for so many in slices, which it only adds up
 constexpr size_t kMaxConflicts = size_t{1} << 24;  // pairs that a search keeps: 128 MiB
 
 struct Event {
@@ -127,13 +125,11 @@ struct Problem {
     return gaps_between(taken, top, sizes[key]);
   }
 
-  // Each key of order[from, end) at the lowest offset where it fits; those before stay where they are.
-  Offsets first_fit(const std::vector<Key>& order, size_t from, Offsets placed) const {
-    for (size_t i = from; i < order.size(); ++i) {
-      placed[order[i]] = kUnplaced;
-    }
-    for (size_t i = from; i < order.size(); ++i) {
-      placed[order[i]] = gaps(order[i], placed, kNoEnd).front().begin;
+  // Each key at the lowest offset where it fits beside those before it in the order.
+  Offsets first_fit(const std::vector<Key>& order) const {
+    Offsets placed(order.size(), kUnplaced);
+    for (const Key key : order) {
+      placed[key] = gaps(key, placed, kNoEnd).front().begin;
     }
     return placed;
   }
@@ -155,8 +151,8 @@ struct Found {
 
   bool is_best() const { return total_bytes <= bound_bytes; }
 
-  void offer(const Offsets& others, int64_t total) {
-    if (total < total_bytes) {
+  void offer(const Problem& problem, const Offsets& others) {
+    if (const int64_t total = problem.total_of(others); total < total_bytes) {
       offsets = others;
       total_bytes = total;
     }
@@ -214,45 +210,6 @@ Found best_fit(const std::vector<PlacementKey>& keys, int64_t load_bytes) {
                 key);
   }
   return found;
-}
-
-// --- first fit by size, and a local search over its orders ------------------------------------------------------------
-
-// Moves a key that ends highest further to the front of the order, again and again: before one of its conflicts. An
-// order that is no worse is kept.
-void improve(const Problem& problem, int64_t nodes, Found* found) {
-  std::vector<Key> order = order_by(problem.sizes.size(), [&](Key key) { return -problem.sizes[key]; });
-  Offsets kept = problem.first_fit(order, 0, Offsets(order.size()));
-  int64_t total = problem.total_of(kept);
-  found->offer(kept, total);
-  std::mt19937_64 random;  // the same everywhere, unlike the distributions of the library
-  while (nodes > 0 && !found->is_best()) {
-    const auto end_of = [&](Key key) { return kept[key] + problem.sizes[key]; };
-    const auto top = std::max_element(order.begin(), order.end(), [&](Key a, Key b) { return end_of(a) < end_of(b); });
-    const ptrdiff_t at = top - order.begin();
-    const std::vector<Key>& others = problem.conflicts[*top];
-    std::vector<ptrdiff_t> places;
-    for (ptrdiff_t i = 0; i < at; ++i) {
-      if (std::binary_search(others.begin(), others.end(), order[static_cast<size_t>(i)])) {
-        places.push_back(i);
-      }
-    }
-    if (places.empty()) {
-      return;  // one key is as large as all
-    }
-    const ptrdiff_t to = places[random() % places.size()];
-    std::vector<Key> moved = order;
-    std::rotate(moved.begin() + to, moved.begin() + at, moved.begin() + at + 1);
-    nodes -= std::ssize(order) - to;
-    const Offsets offsets = problem.first_fit(moved, static_cast<size_t>(to), kept);
-    const int64_t moved_total = problem.total_of(offsets);
-    found->offer(offsets, moved_total);
-    if (moved_total <= total) {
-      total = moved_total;
-      kept = offsets;
-      order = moved;
-    }
-  }
 }
 
 // --- a search along the conflicts ------------------------------------------------------------------------------------
@@ -333,8 +290,7 @@ class BeamSearch {
     }
     // As low as they can be, in the order in which they lie.
     const std::vector<Key> from_below = order_by(order_.size(), [&](Key key) { return ways[0][key]; });
-    const Offsets offsets = problem_.first_fit(from_below, 0, ways[0]);
-    found->offer(offsets, problem_.total_of(offsets));
+    found->offer(problem_, problem_.first_fit(from_below));
     return true;
   }
 
@@ -388,11 +344,7 @@ void search_along_conflicts(const Problem& problem, int64_t effort, Found* found
 class ExactSearch {
  public:
   ExactSearch(const Problem& problem, int64_t* nodes, Found* found)
-      : problem_(problem), nodes_(nodes), found_(found), offsets_(problem.sizes.size(), kUnplaced), lowest_(offsets_) {
-    for (const std::vector<Key>& slice : problem.slices) {
-      keys_of_slices_ += slice.size();
-    }
-  }
+      : problem_(problem), nodes_(nodes), found_(found), offsets_(problem.sizes.size(), kUnplaced), lowest_(offsets_) {}
 
   // Whether it has ended, so that nothing is smaller than what has been found, or that is as small as its bound.
   bool run() {
@@ -403,7 +355,7 @@ class ExactSearch {
  private:
   void descend(int64_t last, Key last_key, size_t placed) {
     if (placed == offsets_.size()) {
-      found_->offer(offsets_, problem_.total_of(offsets_));
+      found_->offer(problem_, offsets_);
       return;
     }
     std::vector<std::tuple<int64_t, int64_t, Key>> choices;  // offset, -size, key
@@ -416,7 +368,7 @@ class ExactSearch {
         first_end = std::min(first_end, lowest_[key] + problem_.sizes[key]);
       }
     }
-    *nodes_ -= 1 + static_cast<int64_t>(offsets_.size() / kKeysOfNode + keys_of_slices_ / kKeysOfSlices);
+    *nodes_ -= 1 + static_cast<int64_t>(offsets_.size() / kKeysOfNode);
     if (*nodes_ < 0 || !can_fit()) {
       return;
     }
@@ -463,7 +415,6 @@ class ExactSearch {
   Found* found_;
   Offsets offsets_;
   Offsets lowest_;  // where those that are not placed could begin
-  size_t keys_of_slices_ = 0;
 };
 
 // The smallest total of a part of the keys is a bound for all: of the keys of ever more slices around the heaviest.
@@ -494,7 +445,7 @@ Placement place(const std::vector<PlacementKey>& keys, int64_t effort) {
     if (effort > 0) {
       search_along_conflicts(problem, effort, &found);
     }
-    improve(problem, effort, &found);
+    found.offer(problem, problem.first_fit(order_by(keys.size(), [&](Key key) { return -problem.sizes[key]; })));
     int64_t nodes = effort;
     if (ExactSearch(problem, &nodes, &found).run()) {
       found.bound_bytes = found.total_bytes;

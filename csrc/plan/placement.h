@@ -23,8 +23,8 @@ struct Placement {
   int64_t bound_bytes = 0;  // no placement is smaller: the load, or the smallest total of a part of the keys
 };
 
-// The smallest of what best fit, first fit, a search along the conflicts, a local search and an exact one find. It ends where
-// a bound is met; each search when it has put about `effort` keys somewhere, fewer where there are many keys to look at.
+// The smallest of what best fit, first fit by size, a search along the conflicts and an exact search find. It ends where a
+// bound is met; each search when it has put about `effort` keys somewhere, fewer where there are many keys to look at.
 // Keys come in the order of their first starts. ValueError for a negative size and an empty interval.
 Placement place(const std::vector<PlacementKey>& keys, int64_t effort);
 
