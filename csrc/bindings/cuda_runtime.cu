@@ -1,5 +1,4 @@
 // The calls of the CUDA runtime behind the table of cuda_api.h, and the table itself. Part of bucketwheel._cuda.
-#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -46,73 +45,6 @@ int memcpy_blocking(void* to, const void* from, size_t size_bytes) {
 }
 int memset_async(void* data, int value, size_t size_bytes, void* stream) {
   return cudaMemsetAsync(data, value, size_bytes, stream_of(stream));
-}
-
-// The runtime has no calls for virtual memory, but it knows where those of the driver are: nothing is linked against
-// libcuda. What they return passes as a cudaError_t: both count the same errors by the same numbers.
-static_assert(static_cast<int>(CUDA_SUCCESS) == cudaSuccess);
-static_assert(static_cast<int>(CUDA_ERROR_INVALID_VALUE) == cudaErrorInvalidValue);
-static_assert(static_cast<int>(CUDA_ERROR_OUT_OF_MEMORY) == cudaErrorMemoryAllocation);
-static_assert(static_cast<int>(CUDA_ERROR_INVALID_DEVICE) == cudaErrorInvalidDevice);
-static_assert(static_cast<int>(CUDA_ERROR_NOT_SUPPORTED) == cudaErrorNotSupported);
-
-// `Function` is the type that <cuda.h> gives to the driver's call `name`, as it was in CUDA 10.2.
-template <class Function, class... Args>
-int call_driver(const char* name, Args... args) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 10020, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    return error != cudaSuccess ? error : cudaErrorNotSupported;
-  }
-  return reinterpret_cast<Function>(found)(args...);
-}
-
-CUdeviceptr address_of(void* address) { return reinterpret_cast<CUdeviceptr>(address); }
-CUmemAllocationProp memory_of(int device) {
-  CUmemAllocationProp properties{};
-  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  properties.location.id = device;
-  return properties;
-}
-
-int mem_get_granularity(int device, size_t* size_bytes) {
-  const cudaError_t error = cudaFree(nullptr);  // the driver's calls want a context, which the runtime makes here
-  const CUmemAllocationProp properties = memory_of(device);
-  return error != cudaSuccess
-             ? error
-             : call_driver<decltype(&cuMemGetAllocationGranularity)>("cuMemGetAllocationGranularity", size_bytes,
-                                                                     &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
-}
-int mem_address_reserve(void** address, size_t size_bytes) {
-  CUdeviceptr reserved = 0;
-  const int error = call_driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve", &reserved, size_bytes, 0, 0, 0);
-  *address = reinterpret_cast<void*>(reserved);
-  return error;
-}
-int mem_address_free(void* address, size_t size_bytes) {
-  return call_driver<decltype(&cuMemAddressFree)>("cuMemAddressFree", address_of(address), size_bytes);
-}
-int mem_create(uint64_t* handle, size_t size_bytes, int device) {
-  const CUmemAllocationProp properties = memory_of(device);
-  CUmemGenericAllocationHandle made = 0;
-  const int error = call_driver<decltype(&cuMemCreate)>("cuMemCreate", &made, size_bytes, &properties, 0);
-  *handle = made;
-  return error;
-}
-int mem_release(uint64_t handle) { return call_driver<decltype(&cuMemRelease)>("cuMemRelease", handle); }
-int mem_map(void* address, size_t size_bytes, uint64_t handle) {
-  return call_driver<decltype(&cuMemMap)>("cuMemMap", address_of(address), size_bytes, 0, handle, 0);
-}
-int mem_unmap(void* address, size_t size_bytes) {
-  return call_driver<decltype(&cuMemUnmap)>("cuMemUnmap", address_of(address), size_bytes);
-}
-int mem_set_access(void* address, size_t size_bytes, int device) {
-  CUmemAccessDesc access{};
-  access.location = memory_of(device).location;
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  return call_driver<decltype(&cuMemSetAccess)>("cuMemSetAccess", address_of(address), size_bytes, &access, size_t{1});
 }
 
 int stream_create(void** stream, bool high_priority) {

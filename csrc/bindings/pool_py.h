@@ -63,10 +63,10 @@ class TorchUpstream final : public Upstream {
 
 // `device`: the index of a CUDA device, or -1. `allocate`: a python function, for 'torch'.
 inline UpstreamRef upstream_named(const std::string& name, int device, const py::object& allocate) {
-  BW_EXPECTS((device >= 0) == (name == "cuda" || name == "vmm" || name == "torch"),
+  BW_EXPECTS((device >= 0) == (name == "cuda" || name == "torch"),
              "upstream '" + name + "' does not give memory of " +
                  (device < 0 ? "the cpu" : "cuda:" + std::to_string(device)) +
-                 ": 'host' and 'shm' are for the cpu, 'torch', 'cuda' and 'vmm' for cuda devices");
+                 ": 'host' and 'shm' are for the cpu, 'torch' and 'cuda' for cuda devices");
   if (name == "host") {
     return make_host_upstream();
   }
@@ -76,7 +76,7 @@ inline UpstreamRef upstream_named(const std::string& name, int device, const py:
   if (name == "torch") {
     return std::make_shared<TorchUpstream>(allocate.cast<py::function>());
   }
-  return name == "vmm" ? make_vmm_upstream(device) : make_cuda_upstream(device);
+  return make_cuda_upstream(device);
 }
 
 inline py::tuple place_of(const Lease& lease) { return py::make_tuple(lease.slab()->id, lease.offset_bytes()); }
@@ -185,15 +185,6 @@ inline py::list end_trace(Pool& self) {
   return records;
 }
 
-inline py::list snapshot(const Pool& self) {
-  py::list ranges;
-  for (const PoolRange& one : self.snapshot()) {
-    ranges.append(py::make_tuple(reinterpret_cast<uintptr_t>(one.data), one.slab_id, one.offset_bytes, one.size_bytes,
-                                 one.key, one.state, one.regime));
-  }
-  return ranges;
-}
-
 inline void bind_pool(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
@@ -217,7 +208,6 @@ inline void bind_pool(py::module_& m) {
       .def_readonly("side_live_bytes", &PoolStats::side_live_bytes)
       .def_readonly("side_high_water_bytes", &PoolStats::side_high_water_bytes)
       .def_readonly("steps", &PoolStats::steps)
-      .def_readonly("sleeping_bytes", &PoolStats::sleeping_bytes)
       .def_readonly("load_bytes", &PoolStats::load_bytes);
 
   // bucketwheel.pool.Lease documents it. Nothing wraps it: the quickest acquires are of one object and one call.
@@ -263,7 +253,6 @@ inline void bind_pool(py::module_& m) {
       .def("end_step", &Pool::end_step)
       .def("begin_trace", &Pool::begin_trace)
       .def("end_trace", &end_trace)
-      .def("snapshot", &snapshot)
       .def(
           "holds",
           [](const Pool& self, py::handle object) {
@@ -277,8 +266,6 @@ inline void bind_pool(py::module_& m) {
       .def("check", &Pool::check, Unlocked())
       .def("expect_no_leases", &Pool::expect_no_leases)
       .def("trim", &Pool::trim, Unlocked())
-      .def("sleep", &Pool::sleep, Unlocked())
-      .def("wake", &Pool::wake, Unlocked())
       .def_property_readonly("align_bytes", &Pool::align_bytes)
       .def_property_readonly("is_poisoned", &Pool::is_poisoned);
 }

@@ -4,8 +4,7 @@
 // in a capsule; tests hand over another one. Every CUDA call of this library goes through the installed table.
 //
 // Types are those of the C ABI: an int is a cudaError_t (0: success, 600: not ready), a void* stream is a cudaStream_t
-// (null: the legacy default stream), a void* event is a cudaEvent_t, a uint64_t handle is a
-// CUmemGenericAllocationHandle.
+// (null: the legacy default stream), a void* event is a cudaEvent_t.
 #pragma once
 
 #include <cstddef>
@@ -34,52 +33,44 @@ struct CudaDeviceFacts {
 };
 
 // X(name, parameters): each returns a cudaError_t. The kernels' launchers end with the stream.
-#define BW_CUDA_CALLS(X)                                                                               \
-  X(get_device_count, (int* count))                                                                    \
-  X(get_device, (int* device))                                                                         \
-  X(set_device, (int device))                                                                          \
-  X(get_device_facts, (int device, CudaDeviceFacts* facts))                                            \
-  X(mem_get_info, (size_t* free_bytes, size_t* total_bytes))                                           \
-  X(malloc_device, (void** data, size_t size_bytes))                                                   \
-  X(free_device, (void* data))                                                                         \
-  X(malloc_host, (void** data, size_t size_bytes))                                                     \
-  X(mem_get_granularity, (int device, size_t* size_bytes)) /* of the calls below */                    \
-  X(mem_address_reserve, (void** address, size_t size_bytes))                                          \
-  X(mem_address_free, (void* address, size_t size_bytes))                                              \
-  X(mem_create, (uint64_t* handle, size_t size_bytes, int device))                                     \
-  X(mem_release, (uint64_t handle)) /* a mapping keeps the memory */                                   \
-  X(mem_map, (void* address, size_t size_bytes, uint64_t handle))                                      \
-  X(mem_unmap, (void* address, size_t size_bytes))                  /* does not wait for the device */ \
-  X(mem_set_access, (void* address, size_t size_bytes, int device)) /* both ways */                    \
-  X(memcpy_async, (void* to, const void* from, size_t size_bytes, void* stream))                       \
-  X(memcpy_blocking, (void* to, const void* from, size_t size_bytes))                                  \
-  X(memset_async, (void* data, int value, size_t size_bytes, void* stream))                            \
-  X(stream_create, (void** stream, bool high_priority)) /* non-blocking */                             \
-  X(stream_destroy, (void* stream))                                                                    \
-  X(stream_synchronize, (void* stream))                                                                \
-  X(stream_wait_event, (void* stream, void* event))                                                    \
-  X(stream_capture_id, (void* stream, uint64_t* id)) /* 0: it is not captured */                       \
-  X(exchange_capture_mode, (int* mode))              /* of this thread; 2: relaxed */                  \
-  X(event_create, (void** event, bool timing))                                                         \
-  X(event_destroy, (void* event))                                                                      \
-  X(event_record, (void* event, void* stream))                                                         \
-  X(event_query, (void* event))                                                                        \
-  X(event_synchronize, (void* event))                                                                  \
-  X(event_elapsed_ms, (float* ms, void* start, void* end))                                             \
-  X(launch_host_function, (void* stream, void (*function)(void*), void* argument))                     \
-  X(launch_adam, (const AdamLaunch& launch, void* stream))                                             \
-  X(launch_adam_scalars, (const AdamScalarsLaunch& launch, void* stream))                              \
-  X(launch_sumsq, (const SumsqLaunch& launch, void* stream))                                           \
-  X(launch_accumulate, (const AccumulateLaunch& launch, void* stream))                                 \
-  X(launch_fold, (const FoldLaunch& launch, void* stream))                                             \
-  X(launch_param_sums, (const ParamSumsLaunch& launch, void* stream))                                  \
-  X(launch_rank_sums, (const RankSumsLaunch& launch, void* stream))                                    \
-  X(launch_clip, (const ClipLaunch& launch, void* stream))                                             \
-  X(launch_copy, (const CopyLaunch& launch, void* stream))                                             \
+#define BW_CUDA_CALLS(X)                                                              \
+  X(get_device_count, (int* count))                                                   \
+  X(get_device, (int* device))                                                        \
+  X(set_device, (int device))                                                         \
+  X(get_device_facts, (int device, CudaDeviceFacts* facts))                           \
+  X(mem_get_info, (size_t* free_bytes, size_t* total_bytes))                          \
+  X(malloc_device, (void** data, size_t size_bytes))                                  \
+  X(free_device, (void* data))                                                        \
+  X(malloc_host, (void** data, size_t size_bytes))                                    \
+  X(memcpy_async, (void* to, const void* from, size_t size_bytes, void* stream))      \
+  X(memcpy_blocking, (void* to, const void* from, size_t size_bytes))                 \
+  X(memset_async, (void* data, int value, size_t size_bytes, void* stream))           \
+  X(stream_create, (void** stream, bool high_priority)) /* non-blocking */            \
+  X(stream_destroy, (void* stream))                                                   \
+  X(stream_synchronize, (void* stream))                                               \
+  X(stream_wait_event, (void* stream, void* event))                                   \
+  X(stream_capture_id, (void* stream, uint64_t* id)) /* 0: it is not captured */      \
+  X(exchange_capture_mode, (int* mode))              /* of this thread; 2: relaxed */ \
+  X(event_create, (void** event, bool timing))                                        \
+  X(event_destroy, (void* event))                                                     \
+  X(event_record, (void* event, void* stream))                                        \
+  X(event_query, (void* event))                                                       \
+  X(event_synchronize, (void* event))                                                 \
+  X(event_elapsed_ms, (float* ms, void* start, void* end))                            \
+  X(launch_host_function, (void* stream, void (*function)(void*), void* argument))    \
+  X(launch_adam, (const AdamLaunch& launch, void* stream))                            \
+  X(launch_adam_scalars, (const AdamScalarsLaunch& launch, void* stream))             \
+  X(launch_sumsq, (const SumsqLaunch& launch, void* stream))                          \
+  X(launch_accumulate, (const AccumulateLaunch& launch, void* stream))                \
+  X(launch_fold, (const FoldLaunch& launch, void* stream))                            \
+  X(launch_param_sums, (const ParamSumsLaunch& launch, void* stream))                 \
+  X(launch_rank_sums, (const RankSumsLaunch& launch, void* stream))                   \
+  X(launch_clip, (const ClipLaunch& launch, void* stream))                            \
+  X(launch_copy, (const CopyLaunch& launch, void* stream))                            \
   X(launch_reduce, (const ReduceLaunch& launch, void* stream))
 
 struct CudaApi {
-  static constexpr uint32_t kVersion = 6;  // of this table and of every struct it passes
+  static constexpr uint32_t kVersion = 7;  // of this table and of every struct it passes
   uint32_t version = kVersion;
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)

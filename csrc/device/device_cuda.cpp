@@ -321,17 +321,12 @@ std::string reclaim_cuda_memory(int index) {
 
 void* CudaDevice::allocate(size_t size_bytes) {
   void* data = nullptr;
-  allocate_by(CudaCall::malloc_device, size_bytes, [&] { return BW_CUDA_CALL(malloc_device, &data, size_bytes); });
-  return data;
-}
-
-void CudaDevice::allocate_by(CudaCall call, size_t size_bytes, const std::function<int()>& request) {
   CudaGuard guard(index_);
-  int error = request();
+  int error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
   std::string reclaimed;
   if (error == kCudaOutOfMemory) {
     reclaimed = reclaim_cuda_memory(index_);
-    error = request();
+    error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
   }
   if (error == kCudaOutOfMemory) {
     size_t free_bytes = 0;
@@ -341,7 +336,8 @@ void CudaDevice::allocate_by(CudaCall call, size_t size_bytes, const std::functi
                       std::to_string(free_bytes) + " of " + std::to_string(total_bytes) + " bytes are free); " +
                       reclaimed);
   }
-  expect_success(call, error);
+  expect_success(CudaCall::malloc_device, error);
+  return data;
 }
 
 void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {

@@ -70,8 +70,6 @@ class CudaDevice final : public Device {
   // cudaMalloc. Without free memory the function of set_cuda_reclaim() is called and the request made once more. If
   // that does not help: OutOfMemory, which says how much is free and what was given back.
   void* allocate(size_t size_bytes);
-  // The same around any `request` for so many bytes, which makes the CUDA call `call` and returns its error.
-  void allocate_by(CudaCall call, size_t size_bytes, const std::function<int()>& request);
 
   void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;
   void read(void* to, const void* from, size_t size_bytes) override;

@@ -169,19 +169,12 @@ SlabRef PoolImpl::allocate(size_t size_bytes) {
   return slab;
 }
 
-void PoolImpl::expect_awake(const Lease::State& state) const {
-  if (!asleep.empty()) {
-    throw PoolError("acquire of key '" + state.key + "' while the pool sleeps: call wake() before");
-  }
-}
-
 std::vector<EventRef> PoolImpl::take(Lease::State& state, bool is_captured) {
   bool is_reused = false;
   std::vector<Fence> dropped;  // before the lock, so destroyed after it: a fence may own the last handle on a lease
   std::vector<EventRef> done;  // likewise
   std::vector<EventRef> events;
   std::unique_lock lock(mutex);
-  expect_awake(state);
   Arena::Key* known = expect_not_busy(state);
   if (arena != nullptr && (state.place = find_place(state, known)) != nullptr) {
     events = arena->open_events(*state.place, &done);
@@ -204,7 +197,6 @@ std::vector<EventRef> PoolImpl::take(Lease::State& state, bool is_captured) {
       lock.unlock();
       grow(state.block_bytes, options.min_slab_bytes);
       lock.lock();
-      expect_awake(state);
       expect_not_busy(state);
     }
     if (is_captured && has_pending(state.block->fences)) {
@@ -349,67 +341,6 @@ void Pool::check() const {
   }
 }
 
-size_t Pool::sleep() {
-  impl_->expect_same_process();
-  const std::lock_guard alone(impl_->sleep_mutex);
-  std::vector<EventRef> events;
-  std::vector<SlabRef> unused;
-  {
-    std::lock_guard lock(impl_->mutex);
-    if (!impl_->asleep.empty()) {
-      return 0;
-    }
-    for (const auto& [id, span] : impl_->blocks.spans()) {
-      if (span.first->is_free && span.first->next == nullptr) {
-        unused.push_back(span.slab);
-        std::ranges::move(events_of(span.first->fences), std::back_inserter(events));
-      }
-    }
-    if (impl_->arena_slab != nullptr && impl_->stats.planned_live_bytes == 0) {
-      unused.push_back(impl_->arena_slab);
-      std::ranges::move(impl_->arena->all_events(), std::back_inserter(events));
-    }
-    impl_->asleep = unused;  // nobody acquires from here on
-  }
-  size_t size_bytes = 0;
-  try {
-    for (const EventRef& event : events) {  // a host wait: memory in use cannot go
-      event->synchronize();
-    }
-    for (const SlabRef& slab : unused) {
-      if (!slab->sleep()) {
-        throw PoolError(std::string("sleep: upstream '") + impl_->upstream->name() +
-                        "' cannot give memory back and keep its address; 'host', 'shm' and 'vmm' can");
-      }
-      size_bytes += slab->size_bytes;
-    }
-  } catch (...) {  // before the first slab sleeps: they are of one kind
-    std::lock_guard lock(impl_->mutex);
-    impl_->asleep.clear();
-    throw;
-  }
-  std::lock_guard lock(impl_->mutex);
-  impl_->stats.sleeping_bytes = size_bytes;
-  return size_bytes;
-}
-
-void Pool::wake() {
-  impl_->expect_same_process();
-  const std::lock_guard alone(impl_->sleep_mutex);
-  for (;;) {
-    std::unique_lock lock(impl_->mutex);
-    if (impl_->asleep.empty()) {
-      return;
-    }
-    const SlabRef slab = impl_->asleep.back();
-    lock.unlock();
-    slab->wake();
-    lock.lock();
-    impl_->stats.sleeping_bytes -= slab->size_bytes;
-    impl_->asleep.pop_back();
-  }
-}
-
 void PoolImpl::for_each_live(const std::function<void(Lease::State&)>& visit) const {
   for (const auto& [id, span] : blocks.spans()) {
     for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {
@@ -455,9 +386,6 @@ size_t Pool::trim() {
   size_t freed_bytes = 0;
   {
     std::lock_guard lock(impl_->mutex);
-    if (!impl_->asleep.empty()) {
-      return 0;  // what is unused has no memory; to wake a slab may empty caches, of which this pool is one
-    }
     removed = impl_->blocks.remove_unused();
     for (const auto& [slab, fences] : removed) {
       impl_->leave(slab);
@@ -521,28 +449,6 @@ PoolTrace Pool::end_trace() {
   }
   impl_->for_each_live([](Lease::State& lease) { lease.number = 0; });
   return std::move(*std::exchange(impl_->trace, nullptr));
-}
-
-std::vector<PoolRange> Pool::snapshot() const {
-  std::lock_guard lock(impl_->mutex);
-  std::vector<PoolRange> ranges;
-  for (const auto& [id, span] : impl_->blocks.spans()) {
-    for (const FreeList::Block* block = span.first; block != nullptr; block = block->next) {
-      const auto* lease = static_cast<const Lease::State*>(block->owner);
-      ranges.push_back({span.slab->data + block->offset_bytes, id, block->offset_bytes, block->size_bytes,
-                        block->is_free ? "" : lease->key, block->is_free ? "free" : "live", ""});
-    }
-  }
-  if (impl_->arena != nullptr && impl_->arena_slab != nullptr) {
-    for (const Arena::Place& place : impl_->arena->places()) {
-      const auto* owner = static_cast<const Lease::State*>(impl_->arena->owner_of(place));
-      const bool is_live = owner != nullptr && owner->place == &place;
-      const std::byte* const data = impl_->arena_slab->data + place.planned->offset_bytes;
-      ranges.push_back({data, impl_->arena_slab->id, place.planned->offset_bytes, place.planned->size_bytes,
-                        place.planned->key, is_live ? "live" : "planned", impl_->arena->plans()[place.regime].name});
-    }
-  }
-  return ranges;
 }
 
 }  // namespace bucketwheel

@@ -81,7 +81,6 @@ struct PoolStats {
   uint64_t side_live_bytes = 0;  // of these
   uint64_t side_high_water_bytes = 0;
   uint64_t steps = 0;
-  uint64_t sleeping_bytes = 0;
   uint64_t load_bytes = 0;  // of the plan of the regime
 };
 
@@ -101,17 +100,6 @@ struct PoolTrace {
   };
   std::deque<TracedLease> leases;  // in the order of their acquires; first those that were live when the trace began
   std::vector<Event> events;
-};
-
-// A piece of the pool's memory.
-struct PoolRange {
-  const std::byte* data = nullptr;
-  uint32_t slab_id = 0;
-  size_t offset_bytes = 0;
-  size_t size_bytes = 0;
-  std::string key;         // of the lease, or of the plan
-  const char* state = "";  // "live", "free", "planned" (a place that is free)
-  std::string regime;      // of a place; empty: it is outside of the arena
 };
 
 struct PoolOptions {
@@ -153,8 +141,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Records what happens to leases until end_trace(). PoolError when one is being recorded, or none.
   void begin_trace();
   PoolTrace end_trace();
-  // In the order of addresses, slab by slab; places by regime and offset.
-  std::vector<PoolRange> snapshot() const;
 
   // The slab that contains [data, data + size_bytes) and the offset in it; null when it is not pool memory.
   // Cheap enough for every collective.
@@ -173,15 +159,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void check() const;
   // LeaseLeak naming the keys that are live.
   void expect_no_leases() const;
-  // Returns the slabs without leases to the system, after waiting for their fences. Returns the number of bytes: 0 while
-  // the pool sleeps.
+  // Returns the slabs without leases to the system, after waiting for their fences. Returns the number of bytes.
   size_t trim();
-  // Gives the memory of slabs without leases back to the system, after waiting for their fences, and keeps their
-  // addresses. Returns the number of bytes. Until wake() an acquire is a PoolError. PoolError, with nothing changed, when
-  // the upstream cannot do that.
-  size_t sleep();
-  // Contents are undefined. PoolError when the system has no memory: the pool sleeps on, and may be woken later.
-  void wake();
 
  private:
   Pool(Device& device, UpstreamRef upstream, PoolOptions options);

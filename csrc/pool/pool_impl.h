@@ -87,7 +87,6 @@ struct PoolImpl {
   static void leak_unless_done(const SlabRef& slab, const std::vector<EventRef>& events, const Deadline& deadline);
 
   // All below with the lock held.
-  void expect_awake(const Lease::State& state) const;
   // What the plans have of the lease's key; null: nothing. KeyBusy when a lease of the key is live.
   Arena::Key* expect_not_busy(const Lease::State& state) const;
   // The place that the plan has for the lease. Null where that cannot be had: the lease then lies elsewhere. In a strict
@@ -116,14 +115,12 @@ struct PoolImpl {
   const PoolOptions options;
   const MadeIn process;
 
-  std::mutex sleep_mutex;   // held by sleep() and wake(); taken before `mutex`
   std::mutex growth_mutex;  // held while a slab is allocated; taken before `mutex`
   mutable std::mutex mutex;
   FreeList blocks;
   std::map<const std::byte*, SlabRef> slabs;                       // by address; that of the arena too
   std::unordered_set<Lease::State*, KeyHash, KeyEqual> live_keys;  // of leases that lie in `blocks`
   PoolStats stats;
-  std::vector<SlabRef> asleep;  // from sleep() to wake(); while there are any, nobody acquires
 
   // Of the adopted plans; null before the first. Exchanged as a whole, while no lease lies in it.
   std::unique_ptr<Arena> arena;

@@ -56,15 +56,6 @@ struct MappedSlab final : Slab {
       ::close(fd);
     }
   }
-
-  // Memory comes back as zeros, a page at its first touch: wake() has nothing to do. A peer that has mapped a memfd
-  // finds zeros there too, and the size of the memfd stays.
-  bool sleep() override {
-    if (fd < 0) {
-      return madvise(data, size_bytes, MADV_DONTNEED) == 0;
-    }
-    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size_bytes)) == 0;
-  }
 };
 
 // Maps with the base at a huge page, so that the kernel may use huge pages from the first byte on.

@@ -9,8 +9,7 @@
 
 namespace bucketwheel {
 
-// A large piece of memory. It stays mapped until the last reference to it is gone. Not thread-safe: one pool puts it to
-// sleep and wakes it.
+// A large piece of memory. It stays mapped until the last reference to it is gone.
 struct Slab {
   std::byte* data = nullptr;
   size_t size_bytes = 0;
@@ -21,13 +20,6 @@ struct Slab {
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
   virtual ~Slab() = default;
-
-  // Gives the memory back to the system and keeps the address. Nothing may use it from before this until after wake().
-  // False: this kind of slab cannot, and nothing has changed.
-  virtual bool sleep() { return false; }
-  // After sleep(): there is memory at the address again, with undefined contents. PoolError when the system has none:
-  // the slab sleeps on, and may be woken later.
-  virtual void wake() {}
 };
 using SlabRef = std::shared_ptr<Slab>;
 
@@ -49,9 +41,5 @@ UpstreamRef make_shm_upstream(std::function<void(const SlabRef&)> on_slab = {});
 
 // cudaMalloc of CUDA device `index` (CudaDevice::allocate), which torch's memory accounting does not see.
 UpstreamRef make_cuda_upstream(int index);
-
-// The same by the virtual memory calls of the CUDA driver: slabs that can sleep. Sizes are rounded up to the device's
-// granularity (2 MiB).
-UpstreamRef make_vmm_upstream(int index);
 
 }  // namespace bucketwheel

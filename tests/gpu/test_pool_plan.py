@@ -1,5 +1,5 @@
 """Pools with plans: what they do on real streams. Steps that neither wait nor allocate, bytes that streams take over from
-each other, memory that sleeps, captured leases, regimes, and what a lease costs.
+each other, captured leases, regimes, and what a lease costs.
 
 Streams are held up before what the next owner of their bytes must wait for: too early a write or read is another number.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel.errors import CaptureError, PoolError
+from bucketwheel.errors import CaptureError
 from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.pool import Lease, Pool
 from tests.gpu.device import DEVICE, Tell
@@ -67,9 +67,8 @@ def step(pool: Pool, streams: list[Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["planned", "strict"])
-@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
-def test_1000_steps_keep_their_places_and_call_nobody(upstream: str, strict: bool) -> None:
-    pool = Pool(upstream)
+def test_1000_steps_keep_their_places_and_call_nobody(strict: bool) -> None:
+    pool = Pool("cuda")
     streams = [DEVICE.stream(), DEVICE.stream()]
     with pool.trace("train") as trace:
         step(pool, streams)
@@ -99,7 +98,7 @@ def test_1000_steps_keep_their_places_and_call_nobody(upstream: str, strict: boo
 # ---- bytes go from stream to stream
 
 
-@pytest.mark.parametrize(("upstream", "copies"), [("cuda", False), ("vmm", False), ("torch", False), ("vmm", True)])
+@pytest.mark.parametrize(("upstream", "copies"), [("cuda", False), ("torch", False), ("cuda", True)])
 def test_streams_take_a_place_over_from_each_other(upstream: str, copies: bool) -> None:
     """Each turn has its key written in one stream and read in another, both held up; the next key has the same bytes.
 
@@ -142,68 +141,14 @@ def test_streams_take_a_place_over_from_each_other(upstream: str, copies: bool) 
     pool.check()
 
 
-# ---- sleep
-
-
-def test_a_pool_sleeps_behind_its_uses_and_wakes_where_it_was() -> None:
-    numel = DEVICE.size(1 << 26, 1 << 20)
-    pool = Pool("vmm")
-    pool.adopt(turns_of(4 * numel))
-    stream = DEVICE.stream()
-    last = torch.empty(1024, device=DEVICE.tensors)
-    for turn in range(3):
-        awake = DEVICE.free_bytes()
-        with DEVICE.on(stream):
-            lease = pool.acquire("a", 4 * numel, stream)
-            address = lease.data_ptr
-            DEVICE.hold(HOLD_S)
-            lease.tensor(F32, numel).fill_(float(turn))
-            last.copy_(lease.tensor(F32, numel)[-1024:])
-        lease.release(after=stream)
-        asleep_bytes = pool.sleep()
-        assert asleep_bytes >= 4 * numel
-        if turn:  # the first one loads kernels, which takes memory
-            assert DEVICE.free_bytes() - awake >= asleep_bytes
-        assert pool.stats().sleeping_bytes == asleep_bytes
-        with pytest.raises(PoolError, match="sleeps"):
-            pool.acquire("a", 4 * numel, stream)
-        pool.wake()
-        assert DEVICE.free_bytes() <= awake  # it is there, before anybody touches it
-        DEVICE.join(stream)
-        assert torch.all(DEVICE.get(last) == turn)
-        with pool.acquire("b", 4 * numel) as lease:
-            assert lease.data_ptr == address
-            lease.tensor(F32, numel).fill_(-1.0)
-            assert torch.all(DEVICE.get(lease.tensor(F32, numel)[:: 1 << 12]) == -1)
-    pool.check()
-
-
-def test_a_pool_without_memory_sleeps_on() -> None:
-    """Somebody else has taken it meanwhile; with it back all is as before."""
-    numel = DEVICE.size(1 << 26, 1 << 20)
-    pool = Pool("vmm")
-    pool.adopt(turns_of(4 * numel))
-    with pool.acquire("a", 4 * numel) as lease:
-        address = lease.data_ptr
-    pool.sleep()
-    with DEVICE.full(left_bytes=2 * numel), pytest.raises(PoolError, match=r"waking a slab of .* out of memory"):
-        pool.wake()
-    pool.wake()
-    with pool.acquire("b", 4 * numel) as lease:
-        assert lease.data_ptr == address
-        lease.tensor(F32, numel).zero_()
-    DEVICE.synchronize()
-    pool.check()
-
-
 # ---- graphs
 
 
-def test_replays_use_planned_leases_and_memory_that_has_slept() -> None:
-    """Leases of before the capture, and one that is acquired in it. Between replays the pool's memory is elsewhere."""
+def test_replays_use_planned_leases() -> None:
+    """Leases of before the capture, and one that is acquired in it. Between replays all are acquired anew."""
     numel = DEVICE.size(1 << 20, 1 << 10)
     sizes = dict.fromkeys(("in", "within", "out"), 4 * numel)
-    pool = Pool("vmm")
+    pool = Pool("cuda")
     pool.adopt(Plan.of("captured", sizes, dict.fromkeys(sizes, [(0, 1)])))
     names = ("in", "out")
     before = {name: pool.acquire(name, 4 * numel) for name in names}
@@ -226,13 +171,8 @@ def test_replays_use_planned_leases_and_memory_that_has_slept() -> None:
         read.fill_(2.0 * turn)
         replay()
         assert torch.all(DEVICE.get(written) == turn)
-        assert pool.sleep() == 0, "leases keep the arena awake"
-        pool.wake()
         for lease in (*before.values(), *kept):
             lease.release()
-        del read, written, lease
-        assert pool.sleep() >= 3 * 4 * numel
-        pool.wake()
         before = {name: pool.acquire(name, 4 * numel) for name in names}
         kept = [pool.acquire("within", 4 * numel)]
         assert {lease.key: lease.data_ptr for lease in (*before.values(), *kept)} == places

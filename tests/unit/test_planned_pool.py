@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from bucketwheel.errors import (
     ReleasedTwice,
     SizeExceedsPlan,
     UnknownKey,
-    UseAfterRelease,
 )
 from bucketwheel.native import core
 from bucketwheel.pool.plan import Plan
@@ -107,38 +105,6 @@ def test_a_weight_that_autograd_has_saved_is_read_where_it_is_gathered_again() -
         assert (again.data_ptr, weight._version) == (weight.data_ptr(), version)
         y.sum().backward()
     assert torch.equal(x.grad, values.sum(0).expand(3, 8))  # type: ignore[arg-type]
-
-
-def test_a_saved_weight_whose_key_has_moved_is_found() -> None:
-    pool = Pool("host")
-    pool.adopt(Plan.of("train", {"w": 256, "other": 256}, {"w": [(0, 1), (2, 3)], "other": [(1, 2)]}))
-    x = torch.ones(3, 8, requires_grad=True)
-
-    def forward() -> torch.Tensor:
-        with pool.acquire("w", 256) as lease, pool.checking_saved_tensors():
-            return torch.nn.functional.linear(x, lease.tensor(torch.float32, (8, 8)).fill_(2.0)).square().sum()
-
-    y = forward()
-    with pool.acquire("w", 256) as again:
-        again.tensor(torch.float32, 64).fill_(2.0)
-        y.backward()
-    assert torch.equal(x.grad, torch.full((3, 8), 512.0))  # type: ignore[arg-type]
-    y = forward()
-    with pytest.raises(UseAfterRelease, match="saved a tensor of key 'w' at 0x.*; now the key is not acquired"):
-        y.backward()
-    y = forward()
-    other = pool.acquire("other", 256)  # in the way: the key goes to the side
-    with pool.acquire("w", 256), pytest.raises(UseAfterRelease, match="now the key lies at 0x"):
-        y.backward()
-    other.release()
-
-
-def test_an_output_that_is_saved_and_checked_goes_when_it_is_dropped() -> None:
-    with Pool("host").checking_saved_tensors():
-        output = torch.ones(3, requires_grad=True).exp()
-    dropped = weakref.ref(output)
-    del output
-    assert dropped() is None
 
 
 def test_a_step_that_leaves_the_plan_is_served_beside_it_and_counted() -> None:
@@ -315,27 +281,6 @@ def test_regimes_share_one_arena_and_keep_their_addresses() -> None:
     pool.check()
 
 
-def test_sleep_gives_memory_back_and_keeps_addresses() -> None:
-    pool, plan = planned()
-    first = train(pool)
-    kept = Pool("host").acquire("another pool's", 4096).tensor(torch.uint8, 4096).fill_(3)
-    assert pool.sleep() == pool.stats().sleeping_bytes == -(-plan.total_bytes // 4096) * 4096
-    assert pool.sleep() == 0
-    with pytest.raises(PoolError, match="acquire of key 'weights/0' while the pool sleeps: call wake"):
-        pool.acquire("weights/0", 1)
-    pool.wake()
-    pool.wake()
-    assert pool.stats().sleeping_bytes == 0 and train(pool) == first and kept.eq(3).all()
-    lease = pool.acquire("weights/2", 16_000)
-    lease.tensor(torch.uint8, 16_000).fill_(7)
-    pool.acquire("", 100).release()
-    assert pool.sleep() == 8 << 20  # not the arena, in which a lease is live
-    assert lease.tensor(torch.uint8, 16_000).eq(7).all()
-    pool.wake()
-    lease.release()
-    pool.check()
-
-
 def test_leaks_name_the_key_and_where_it_was_acquired() -> None:
     pool, plan = planned()
     lease = pool.acquire("weights/0", 100)
@@ -427,7 +372,7 @@ def test_a_forked_child_may_not_touch_plans() -> None:
     pool, plan = planned()
 
     def body() -> None:
-        for call in (lambda: pool.adopt(plan), lambda: pool.acquire("weights/0", 1), pool.sleep, pool.wake):
+        for call in (lambda: pool.adopt(plan), lambda: pool.acquire("weights/0", 1)):
             with pytest.raises(PoolError, match="belongs to the parent process"):
                 call()
 

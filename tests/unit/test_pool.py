@@ -146,7 +146,7 @@ def test_misuse_raises_named_errors() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="'host', 'shm', 'torch', 'cuda' or 'vmm', got 'gpu'"):
+    with pytest.raises(ValueError, match="'host', 'shm', 'torch' or 'cuda', got 'gpu'"):
         Pool("gpu")
     with pytest.raises(ValueError, match="power of two"):
         Pool("host", align_bytes=100)

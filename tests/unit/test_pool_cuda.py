@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from bucketwheel.device import reclaim_memory
 from bucketwheel.errors import CaptureError, DeviceError, KeyBusy, LeaseLeak, PoolError, UseAfterRelease
 from bucketwheel.native import core
 from bucketwheel.pool.plan import Plan
@@ -27,7 +26,7 @@ def library() -> Iterator[Any]:
         library.fake_cuda_set_capacity(1 << 40)
 
 
-@pytest.fixture(params=["torch", "cuda", "vmm"])
+@pytest.fixture(params=["torch", "cuda"])
 def pool(request: pytest.FixtureRequest) -> Pool:
     return Pool(request.param)
 
@@ -114,7 +113,7 @@ def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
         with pytest.raises(CaptureError, match=r"acquire of key 'x' \(4096 bytes\) while .* would have to grow"):
             pool.acquire("x", 4096)
     assert pool.stats() == before
-    assert not {"malloc_device", "mem_create", "stream_synchronize"} & set(calls.since())
+    assert not {"malloc_device", "stream_synchronize"} & set(calls.since())
     pool.acquire("x", 4096, elsewhere).release()
     with graph:
         lease = pool.acquire("x", 4096)
@@ -124,11 +123,10 @@ def test_a_capture_cannot_make_a_pool_grow(pool: Pool, library: Any) -> None:
     pool.expect_no_leases()
 
 
-@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
-def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any, upstream: str) -> None:
+def test_a_pool_can_grow_for_a_stream_beside_a_capture(library: Any) -> None:
     """torch's memory would belong to the graph; ours does not."""
     beside = core.Stream("beside", 0)
-    ours, torchs = Pool(upstream), Pool("torch")
+    ours, torchs = Pool("cuda"), Pool("torch")
     with Graph(library):
         lease = ours.acquire("x", 4096, beside)
         with pytest.raises(CaptureError, match="a slab of .* while a CUDA graph is captured in the current stream"):
@@ -197,13 +195,12 @@ def test_a_lease_dropped_in_a_capture_stays(
     other.release()
 
 
-@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
-def test_no_memory_left_empties_caches_and_tries_once_more(library: Any, upstream: str) -> None:
+def test_no_memory_left_empties_caches_and_tries_once_more(library: Any) -> None:
     library.fake_cuda_set_capacity(library.fake_cuda_allocated_bytes() + 3 * SLAB)
     hoarder = Pool("cuda")
     hoarder.acquire("big", 2 * SLAB).release()
     assert hoarder.stats().reserved_bytes == 2 * SLAB
-    pool = Pool(upstream)
+    pool = Pool("cuda")
     lease = pool.acquire("big", 2 * SLAB)  # fits only when the hoarder's slab is given back
     assert hoarder.stats().reserved_bytes == 0
     with pytest.raises(PoolError) as caught:
@@ -216,76 +213,18 @@ def test_no_memory_left_empties_caches_and_tries_once_more(library: Any, upstrea
     pool.acquire("fits", 2 * SLAB).release()
 
 
-@pytest.mark.parametrize(("upstream", "call"), [("cuda", "malloc_device"), ("vmm", "mem_create"), ("vmm", "mem_map")])
-def test_other_failures_of_an_allocation_are_named(upstream: str, call: str) -> None:
-    pool = Pool(upstream)
-    plan_cuda_fault(call, error=719)
-    with pytest.raises(DeviceError, match=f"{call} failed: unspecified launch failure"):
+def test_other_failures_of_an_allocation_are_named() -> None:
+    pool = Pool("cuda")
+    plan_cuda_fault("malloc_device", error=719)
+    with pytest.raises(DeviceError, match="malloc_device failed: unspecified launch failure"):
         pool.acquire("x", 100)
     pool.acquire("x", 100).release()
     pool.check()
 
 
-def test_virtual_memory_comes_in_whole_pieces(library: Any) -> None:
-    """Of 2 MiB, all of which the pool hands out."""
+def test_memory_goes_back_to_the_device(library: Any) -> None:
     before = library.fake_cuda_allocated_bytes()
-    pool = Pool("vmm", min_slab_bytes=0)
-    leases = [pool.acquire(key, 1 << 20) for key in "ab"]
-    assert leases[0].place == (0, 0) and leases[1].place == (0, 1 << 20)
-    assert pool.stats().reserved_bytes == library.fake_cuda_allocated_bytes() - before == 2 << 20
-    pool.acquire("c", (2 << 20) + 1).release()
-    assert pool.stats().reserved_bytes == library.fake_cuda_allocated_bytes() - before == 6 << 20
-    assert pool.trim() == 4 << 20
-
-
-def test_a_pool_sleeps_behind_its_last_uses_and_wakes_at_its_addresses(library: Any) -> None:
-    """Slabs with leases stay awake. Without memory to wake all, the pool sleeps on, and a later wake goes on."""
-    before = library.fake_cuda_allocated_bytes()
-    pool = Pool("vmm")
-    late = core.Stream("late", 0)
-    kept, *leases = [pool.acquire(key, SLAB) for key in "abc"]
-    places = {lease.key: (lease.place, lease.data_ptr) for lease in leases}
-    late.pause(0.05)
-    for lease in leases:
-        late.fill(lease.tensor(torch.uint8, SLAB), 255)  # would be a crash if the memory were gone
-        done = late.record()
-        lease.release(after=done)
-    assert pool.sleep() == pool.stats().sleeping_bytes == 2 * SLAB
-    assert done.query()
-    assert library.fake_cuda_allocated_bytes() - before == SLAB
-    kept.tensor(torch.uint8, SLAB).fill_(1)
-    with pytest.raises(PoolError, match="acquire of key 'b' while the pool sleeps"):
-        pool.acquire("b", SLAB)
-    assert reclaim_memory(0).startswith("pools gave back 0 ") and pool.trim() == pool.sleep() == 0
-    library.fake_cuda_set_capacity(before + 2 * SLAB)
-    for _ in range(2):
-        with pytest.raises(PoolError, match=f"waking a slab of {SLAB} bytes on cuda:0: out of memory"):
-            pool.wake()
-        assert pool.stats().sleeping_bytes == SLAB
-    library.fake_cuda_set_capacity(before + 3 * SLAB)
-    pool.wake()
-    again = [pool.acquire(key, SLAB) for key in "bc"]
-    assert {lease.key: (lease.place, lease.data_ptr) for lease in again} == places
-    for lease in (kept, *again):
-        lease.tensor(torch.uint8, SLAB).fill_(2)
-        lease.release()
-    assert pool.stats().sleeping_bytes == 0 and pool.trim() == 3 * SLAB
-    pool.check()
-
-
-@pytest.mark.parametrize("upstream", ["cuda", "torch"])
-def test_other_memory_cannot_sleep(upstream: str) -> None:
-    pool = Pool(upstream)
-    pool.acquire("a", 4096).release()
-    with pytest.raises(PoolError, match="cannot give memory back and keep its address; 'host', 'shm' and 'vmm' can"):
-        pool.sleep()
-    pool.acquire("a", 4096).release()
-
-
-@pytest.mark.parametrize("upstream", ["cuda", "vmm"])
-def test_memory_goes_back_to_the_device(library: Any, upstream: str) -> None:
-    before = library.fake_cuda_allocated_bytes()
-    pool = Pool(upstream)
+    pool = Pool("cuda")
     tensor = pool.acquire("x", 100).tensor(torch.uint8, 100)
     assert library.fake_cuda_allocated_bytes() == before + SLAB
     del pool
@@ -296,8 +235,8 @@ def test_memory_goes_back_to_the_device(library: Any, upstream: str) -> None:
 
 def test_upstreams_belong_to_devices() -> None:
     core.set_posing(False)
-    for upstream in ("torch", "vmm"):
-        with pytest.raises(ValueError, match="'torch', 'cuda' and 'vmm' for cuda devices"):
+    for upstream in ("torch", "cuda"):
+        with pytest.raises(ValueError, match="'torch' and 'cuda' for cuda devices"):
             Pool(upstream, device="cpu")
     core.set_posing(True)
     with pytest.raises(ValueError, match="'host' and 'shm' are for the cpu"):

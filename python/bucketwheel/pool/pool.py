@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bucketwheel.device import CPU, device_index, keep_as_cache, native_stream, reclaim_memory, torch_device
-from bucketwheel.errors import CaptureError, PoolBusy, PoolError, UseAfterRelease, expect_int
+from bucketwheel.errors import CaptureError, PoolBusy, PoolError, expect_int
 from bucketwheel.native import core
 from bucketwheel.pool.plan import Plan, expect_equal_plans
 from bucketwheel.pool.trace import Trace, TraceEvent
@@ -45,7 +45,7 @@ class PoolStats:
 
     With plans: ``planned_*`` is about leases in their places, ``side_*`` about those that have none where the plan
     should have one (``divergences`` counts them), ``load_bytes`` is the load of the regime's plan. `adopt` lets
-    the high waters of both begin anew. `step_end` counts ``steps``; `sleep` gave ``sleeping_bytes`` back.
+    the high waters of both begin anew. `step_end` counts ``steps``.
     """
 
     reserved_bytes: int
@@ -68,7 +68,6 @@ class PoolStats:
     side_live_bytes: int
     side_high_water_bytes: int
     steps: int
-    sleeping_bytes: int
 
 
 class Lease(abc.ABC):
@@ -144,8 +143,7 @@ class Pool:
     Args:
         upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes
             can map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
-            (cudaMalloc) or ``"vmm"`` (the driver's virtual memory: what can sleep) on a CUDA device. None: ``"host"``
-            or ``"torch"``.
+            (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
         align_bytes: alignment of every lease, a power of two of at most 4096.
         min_slab_bytes: smaller requests share a slab of this size.
         poison: fill memory with NaN when it is acquired and released, and check that nobody wrote beyond a lease's end.
@@ -167,9 +165,9 @@ class Pool:
         poison: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
-        if upstream not in (None, "host", "shm", "torch", "cuda", "vmm"):
-            raise ValueError(f"upstream must be 'host', 'shm', 'torch', 'cuda' or 'vmm', got {upstream!r}")
-        if device is None and upstream in ("torch", "cuda", "vmm"):
+        if upstream not in (None, "host", "shm", "torch", "cuda"):
+            raise ValueError(f"upstream must be 'host', 'shm', 'torch' or 'cuda', got {upstream!r}")
+        if device is None and upstream in ("torch", "cuda"):
             device = "cuda"
         index = device_index(device)
         if upstream is None:
@@ -349,55 +347,6 @@ class Pool:
         if not self._plans:
             raise PoolError("the pool has no plan: adopt one before")
         return "\n".join(each.explain() for each in self._plans)
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """The pool's memory, range by range: ``address``, ``slab``, ``offset``, ``nbytes``, ``key``, ``state`` ("live",
-        "free", or "planned": a place that nobody has) and ``regime`` (of a place). Places of several keys share bytes.
-        """
-        names = ("address", "slab", "offset", "nbytes", "key", "state", "regime")
-        return [dict(zip(names, found, strict=True)) for found in self._native.snapshot()]
-
-    @contextlib.contextmanager
-    def checking_saved_tensors(self) -> Iterator[None]:
-        """For debugging, and slow: what autograd saves inside must lie where its key does when a backward reads it.
-
-        Autograd saves the address of a weight. A key that was acquired elsewhere since, as a step that leaves its plan
-        may do, or not at all, would give wrong gradients in silence; `UseAfterRelease` names it. Unnamed leases are not
-        checked.
-        """
-
-        def live() -> dict[str, range]:
-            found = (one for one in self.snapshot() if one["state"] == "live" and one["key"])
-            return {one["key"]: range(one["address"], one["address"] + one["nbytes"]) for one in found}
-
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, str, int]:
-            at = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-            lies_in = [(key, addresses.start) for key, addresses in live().items() if at in addresses]
-            kept = tensor.detach()  # an output of its own node would otherwise keep itself
-            return kept, *(lies_in[0] if lies_in else ("", 0))
-
-        def unpack(saved: tuple[torch.Tensor, str, int]) -> torch.Tensor:
-            tensor, key, begin = saved
-            now = live().get(key)
-            if key and (now is None or now.start != begin):
-                found = f"lies at {now.start:#x}" if now else "is not acquired"
-                raise UseAfterRelease(f"autograd has saved a tensor of key {key!r} at {begin:#x}; now the key {found}")
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-    def sleep(self) -> int:
-        """Gives the memory of slabs without leases back to the system and keeps their addresses; returns the bytes.
-
-        For upstreams ``"host"``, ``"shm"`` and ``"vmm"``; `PoolError` for others. Waits for the last uses. Until `wake`
-        an acquire raises `PoolError`.
-        """
-        return self._native.sleep()
-
-    def wake(self) -> None:
-        """Ends `sleep`; the contents are undefined. `PoolError` if there is no memory: the pool sleeps on."""
-        self._native.wake()
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -32,12 +32,6 @@ enum cudaStreamCaptureMode : int {
   cudaStreamCaptureModeThreadLocal = 1,
   cudaStreamCaptureModeRelaxed = 2,
 };
-enum cudaDriverEntryPointQueryResult : int {
-  cudaDriverEntryPointSuccess = 0,
-  cudaDriverEntryPointSymbolNotFound = 1,
-  cudaDriverEntryPointVersionNotSufficent = 2,
-};
-inline constexpr unsigned long long cudaEnableDefault = 0;
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 inline constexpr unsigned cudaEventDefault = 0;
 inline constexpr unsigned cudaEventDisableTiming = 2;
@@ -85,8 +79,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end);
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
-                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
@@ -95,8 +87,5 @@ namespace fake_cuda {
 
 // Puts work at the end of a stream; the result is a cudaError_t. Whoever provides the streams defines it.
 int enqueue(cudaStream_t stream, std::function<void()> work);
-// Bytes of the device's memory. False: there are not so many.
-bool take_bytes(size_t size_bytes);
-void give_bytes(size_t size_bytes);
 
 }  // namespace fake_cuda

@@ -125,15 +125,6 @@ int enqueue(cudaStream_t stream, Task work) {
   return cudaSuccess;
 }
 
-bool take_bytes(size_t size_bytes) {
-  if (allocated_bytes.fetch_add(size_bytes) + size_bytes <= capacity_bytes) {
-    return true;
-  }
-  allocated_bytes -= size_bytes;
-  return false;
-}
-void give_bytes(size_t size_bytes) { allocated_bytes -= size_bytes; }
-
 }  // namespace fake_cuda
 
 // What tests ask for beside the runtime, by ctypes.
@@ -183,12 +174,13 @@ cudaError_t cudaMalloc(void** data, size_t size_bytes) {
   if (fake_cuda::is_forbidden()) {
     return cudaErrorStreamCaptureUnsupported;
   }
-  if (!fake_cuda::take_bytes(size_bytes)) {
+  if (allocated_bytes.fetch_add(size_bytes) + size_bytes > capacity_bytes) {
+    allocated_bytes -= size_bytes;
     return cudaErrorMemoryAllocation;
   }
   *data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*data == MAP_FAILED) {
-    fake_cuda::give_bytes(size_bytes);
+    allocated_bytes -= size_bytes;
     return cudaErrorMemoryAllocation;
   }
   if (fake_cuda::is_checked()) {
@@ -212,7 +204,7 @@ cudaError_t cudaFree(void* data) {
   for (auto& entry : sizes()) {
     if (entry.first == data) {
       munmap(data, entry.second);
-      fake_cuda::give_bytes(entry.second);
+      allocated_bytes -= entry.second;
       entry = sizes().back();
       sizes().pop_back();
       return cudaSuccess;
