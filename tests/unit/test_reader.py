@@ -49,13 +49,6 @@ def test_torchs(tmp_path: Path) -> None:
     assert Reader(tmp_path).verify() == 0
 
 
-def test_values_of_another_dtype_and_layout(tmp_path: Path) -> None:
-    state = {"x": values(300, 70)}
-    save(tmp_path, state, chunk_bytes=4096)
-    found = load(tmp_path, {"x": torch.zeros(70, 300, dtype=torch.float64).t()})
-    assert torch.equal(found["x"], state["x"].double())
-
-
 @pytest.mark.parametrize("writer", [Writer, dcp.FileSystemWriter])
 def test_views_whose_memory_has_other_values(writer: Any, tmp_path: Path) -> None:
     turned = torch.complex(values(3, 2), values(3, 2, seed=1))
