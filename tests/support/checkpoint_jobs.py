@@ -124,3 +124,11 @@ class Calls:
 
     def __reduce__(self) -> Any:
         return self.call[0], self.call[1:]
+
+
+def damage(folder: Path, of: bytes) -> None:
+    """Flip one bit of the data file where these bytes are."""
+    (path,) = folder.glob("data-*/*.distcp")
+    content = bytearray(path.read_bytes())
+    content[content.index(of)] ^= 4
+    path.write_bytes(content)

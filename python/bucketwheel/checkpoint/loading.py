@@ -376,7 +376,7 @@ class _Checkpoint:
             if len(views) == 1:
                 found.append(_Read(item, views, is_at_once))
                 continue
-            strides = torch.empty(item.lengths, device="meta").stride()
+            strides = [item.lengths[dim + 1 :].numel() for dim in range(len(item.lengths))]
             for begin, sizes in pieces_of(item.lengths, strides, CHUNK_BYTES // 4):
                 offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
                 part = replace(item, storage_offsets=torch.Size(offsets), lengths=torch.Size(sizes))

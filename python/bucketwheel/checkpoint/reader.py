@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import re
@@ -181,7 +180,7 @@ class Reader(StorageReader):
             self._read_data(index, stored, first * dtype.itemsize, buffer_of(target), checks)
             torch.autograd.graph.increment_version(target)  # torch does not see this write
         else:
-            strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+            strides = [sizes[dim + 1 :].numel() for dim in range(len(sizes))]
             for begin, lengths in pieces_of(item.lengths, strides, self.description.chunk_bytes // dtype.itemsize):
                 offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
                 first, last = _span(sizes, offsets, lengths)
