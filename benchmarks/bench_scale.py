@@ -3,7 +3,7 @@
     python benchmarks/bench_scale.py [--quick] [--json PATH]
 
 The parameters of Llama 2 7B (291, 6.74 billion elements, bfloat16), buckets of 32 MiB, as by default on GPUs. For the first, a
-middle and the last rank of each world: `plan`, the packing, its digest and the rank's buckets (`pack`, `plan_buckets`),
+middle and the last rank of each world: `plan`, the packing, its digest and the rank's buckets (`pack`, `rank_buckets`),
 pure Python; `tables`, what the engine makes of it: gradient buckets with their accumulators, rows of the Adam kernel, views of
 the states, the forward order; `state`, the rank's parameters, gradient sums, moments and masters, zeroed (18 bytes an element;
 up to 1 GiB). No parameter has memory: rows point into a buffer of the rank's share, which nothing reads. Bookkeeping is what is
@@ -35,7 +35,7 @@ from torch import Tensor  # noqa: E402
 from bucketwheel.gathers.forward_order import ForwardOrder  # noqa: E402
 from bucketwheel.grads.bucket import GradBucket, Part  # noqa: E402
 from bucketwheel.kernels.adam_rows import AdamRows  # noqa: E402
-from bucketwheel.layout.packing import BucketPlan, Packing, PackItem, pack, plan_buckets  # noqa: E402
+from bucketwheel.layout.packing import Packing, PackItem, RankBucket, pack, rank_buckets  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
 
 WORLDS = (8, 64, 512, 4096)
@@ -81,12 +81,12 @@ def make_shares(numel: int, make: Any) -> Shares:
     return Shares(make(numel, dtype=torch.bfloat16), *(make(numel, dtype=torch.float32) for _ in range(4)))
 
 
-def make_plan(params: list[PackItem], world: int, rank: int) -> tuple[Packing, list[BucketPlan]]:
+def make_plan(params: list[PackItem], world: int, rank: int) -> tuple[Packing, list[RankBucket]]:
     packing = pack(params[::-1], world=world, bucket_numel=BUCKET_BYTES // ELEMENT_BYTES)
-    return packing, plan_buckets([packing], [list(reversed(range(len(params))))], rank)
+    return packing, rank_buckets([packing], [list(reversed(range(len(params))))], rank)
 
 
-def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps: Tensor, rank: int) -> Kept:
+def make_tables(packing: Packing, plans: list[RankBucket], shares: Shares, steps: Tensor, rank: int) -> Kept:
     """As `ShardedEngine` does, with its parts."""
     rows, buckets, count = AdamRows(steps), [], len(packing.items)
     for number, plan in enumerate(plans):
@@ -96,7 +96,7 @@ def make_tables(packing: Packing, plans: list[BucketPlan], shares: Shares, steps
             (s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in plan.segments
         ]
         accumulator = core.ShardAccumulator(shard, ranges)
-        parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
+        parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.parts]
         buckets.append(GradBucket(number, packing.world * bucket.shard_numel, torch.bfloat16, parts, accumulator))
         for s in plan.segments:
             kept = {"exp_avg": shares.exp_avg, "exp_avg_sq": shares.exp_avg_sq, "master_param": shares.master}

@@ -51,7 +51,7 @@ class Job:
         *,
         dtype: torch.dtype = FP32,
         seed: int = 0,
-        cut: str | int = "row",
+        cut: str = "row",
         frozen: int | None = None,
         **options: Any,
     ) -> None:

@@ -28,7 +28,7 @@ from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 
 KINDS = {**checkpoint_jobs.KINDS, "bf16 states": {"state_dtype": torch.bfloat16}}  # beside fp32 parameters
-CUTS: dict[str, dict[str, Any]] = {"rows": {}, "elements": {"granularity": 1}}
+CUTS: dict[str, dict[str, Any]] = {"rows": {}, "elements": {"granularity": "element"}}
 
 
 # --- a run -------------------------------------------------------------------------------------------------------------

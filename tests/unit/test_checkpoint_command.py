@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from bucketwheel.__main__ import main
-from tests.support.checkpoint_jobs import damage
 from tests.unit.test_format import OF_TORCH_2_15
 from tests.unit.test_writer import save, some_state, values
 

@@ -15,7 +15,7 @@ from bucketwheel.optim.external_edits import Edits, ExternalEdits
 def watched(policy: str) -> tuple[list[Parameter], ExternalEdits]:
     """Four parameters."""
     params = [Parameter(torch.ones(3)) for _ in range(4)]
-    infos = [ParamInfo(i, f"p{i}", p, 0, 1, p.dtype, p.stride(), p.device) for i, p in enumerate(params)]
+    infos = [ParamInfo(i, f"p{i}", p, 0, "element", p.dtype, p.stride(), p.device) for i, p in enumerate(params)]
     edits = ExternalEdits(policy)
     edits.add(infos[:2])
     edits.add(infos[2:])

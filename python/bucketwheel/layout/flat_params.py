@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.layout.packing import Packing, PackItem, pack
+from bucketwheel.layout.packing import Granularity, Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.torch_internals import storage_users
 
@@ -44,7 +44,7 @@ class ParamInfo:
     name: str
     param: Parameter
     group: int
-    granularity: int | None  # None: cut on rows where that costs little
+    granularity: Granularity | None  # None: cut on rows where that costs little
     dtype: torch.dtype
     stride: tuple[int, ...]
     device: torch.device

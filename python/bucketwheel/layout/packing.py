@@ -10,8 +10,8 @@ so a parameter may lie in several buckets and a bucket may hold parts of many pa
 bucket order, are its *shard space*; any range of a parameter that a rank owns is contiguous there too, because both
 orders agree.
 
-Where the boundaries of buckets and shards fall is the parameters' `granularity`: None, on rows where that costs little
-(`row_cuts`); 1, anywhere, without regard to parameters; more, at its multiples only, whatever that costs.
+Where the boundaries of buckets and shards fall is the parameters' `granularity` (`row_cuts`): None, on rows where that
+costs little; "row", on rows, whatever that costs; "element", anywhere, without regard to parameters.
 
 Cost: time and memory grow with parameters and buckets, never with the world size (`Packing.segments` is for one rank).
 """
@@ -20,23 +20,26 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
+from typing import Literal
 
 from bucketwheel.errors import expect_int
-from bucketwheel.layout.row_cuts import PackedRun, cut_by_rows, round_up, splits_rows
+from bucketwheel.layout.row_cuts import PackedRun, cut_anywhere, cut_by_rows, cut_whole_rows, splits_rows
 
-__all__ = ["Bucket", "BucketPlan", "Fragment", "PackItem", "Packing", "Segment", "pack", "plan_buckets"]
+__all__ = ["Bucket", "Granularity", "PackItem", "Packing", "RankBucket", "Segment", "pack", "rank_buckets"]
+
+
+Granularity = Literal["row", "element"]
 
 
 @dataclass(frozen=True)
 class PackItem:
-    """A parameter to pack: ``numel`` elements, which may be cut between ranks only at multiples of ``granularity``; with
-    None, in a bucket of row cuts, only at multiples of ``row``."""
+    """A parameter to pack: ``numel`` elements, which may be cut between ranks anywhere (``granularity`` "element") or only at
+    multiples of ``row`` ("row"; with None in a bucket of row cuts)."""
 
     numel: int
-    granularity: int | None = 1
+    granularity: Granularity | None = "element"
     row: int = 1  # elements of a slice of the outermost dimension in memory; 1 for vectors and scalars
 
 
@@ -52,26 +55,24 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """The part of a parameter that lies in one bucket."""
+class Segment:
+    """A range of a parameter in one bucket: the part that lies there, or what one rank owns of it, the unit the optimizer
+    works on."""
 
     param: int
-    bucket: int
+    bucket: Bucket
     param_begin: int
     bucket_begin: int
     numel: int
 
+    @property
+    def flat_begin(self) -> int:
+        return self.bucket.begin + self.bucket_begin
 
-@dataclass(frozen=True)
-class Segment:
-    """The part of a parameter that one rank owns in one bucket: the unit the optimizer works on."""
-
-    param: int
-    bucket: int
-    param_begin: int
-    flat_begin: int
-    shard_begin: int  # in the rank's shard space
-    numel: int
+    @property
+    def shard_begin(self) -> int:
+        """In the shard space of the rank that owns it."""
+        return self.bucket.shard_begin + self.bucket_begin % self.bucket.shard_numel
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,16 @@ class Packing:
         """Elements of the flat space that belong to no parameter."""
         return self.numel - sum(item.numel for item in self.items)
 
-    def fragments(self, param: int) -> list[Fragment]:
+    def parts(self, param: int) -> list[Segment]:
         """The parts of ``param``, by bucket. Empty for a parameter without elements."""
         begin, end = self.begins[param], self.begins[param] + self.items[param].numel
-        found: list[Fragment] = []
+        found: list[Segment] = []
         index = bisect.bisect_right(self._bucket_begins, begin) - 1
         at = begin
         while at < end:
             bucket = self.buckets[index]
             upto = min(end, bucket.begin + self.world * bucket.shard_numel)
-            found.append(Fragment(param, bucket.index, at - begin, at - bucket.begin, upto - at))
+            found.append(Segment(param, bucket, at - begin, at - bucket.begin, upto - at))
             at, index = upto, index + 1
         return found
 
@@ -117,32 +118,25 @@ class Packing:
         """Whether what each rank owns of ``param``, if anything, is one range of whole rows."""
         if self.world == 1:
             return True
-        parts = self.fragments(param)
-        if len(parts) > 2 or any(_splits_rows(part, self.items[param], self.buckets[part.bucket]) for part in parts):
+        parts = self.parts(param)
+        if len(parts) > 2 or any(_splits_rows(part, self.items[param]) for part in parts):
             return False
         if len(parts) < 2:
             return True
-        (head, tail), shards = parts, [self.buckets[part.bucket].shard_numel for part in parts]
-        return head.bucket_begin // shards[0] > (tail.numel - 1) // shards[1]  # the first rank here, the last one there
+        head, tail = parts
+        first, last = head.bucket_begin // head.bucket.shard_numel, (tail.numel - 1) // tail.bucket.shard_numel
+        return first > last  # the first rank here, the last one there
 
     def owned(self, param: int, rank: int) -> list[Segment]:
         """The parts of ``param`` that ``rank`` owns, ascending; ranges without elements are left out."""
         found: list[Segment] = []
-        for part in self.fragments(param):
-            bucket = self.buckets[part.bucket]
-            low = max(part.bucket_begin, rank * bucket.shard_numel)
-            high = min(part.bucket_begin + part.numel, (rank + 1) * bucket.shard_numel)
+        for part in self.parts(param):
+            shard_numel = part.bucket.shard_numel
+            low = max(part.bucket_begin, rank * shard_numel)
+            high = min(part.bucket_begin + part.numel, (rank + 1) * shard_numel)
             if low < high:
-                found.append(
-                    Segment(
-                        param,
-                        bucket.index,
-                        part.param_begin + low - part.bucket_begin,
-                        bucket.begin + low,
-                        bucket.shard_begin + low - rank * bucket.shard_numel,
-                        high - low,
-                    )
-                )
+                param_begin = part.param_begin + low - part.bucket_begin
+                found.append(Segment(param, part.bucket, param_begin, low, high - low))
         return found
 
     def segments(self, rank: int) -> list[Segment]:
@@ -151,64 +145,59 @@ class Packing:
         return [segment for param in order for segment in self.owned(param, rank)]
 
 
-def _splits_rows(part: Fragment, item: PackItem, bucket: Bucket) -> bool:
+def _splits_rows(part: Segment, item: PackItem) -> bool:
     """Whether a boundary at which ``part`` begins or ends, or one inside, falls inside a row."""
     end = part.param_begin + part.numel
     return (
         part.param_begin % item.row != 0
         or (end < item.numel and end % item.row != 0)
-        or splits_rows(part.bucket_begin, part.numel, item.row, bucket.shard_numel, part.param_begin)
+        or splits_rows(part.bucket_begin, part.numel, item.row, part.bucket.shard_numel, part.param_begin)
     )
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """A bucket as one rank knows it: what lies in it, and what of that the rank owns."""
+class RankBucket:
+    """A bucket as one rank knows it: the parts of parameters that lie in it, and the segments that the rank owns."""
 
     space: int  # which packing it is a bucket of
     bucket: Bucket
-    fragments: tuple[Fragment, ...]
+    parts: tuple[Segment, ...]
     segments: tuple[Segment, ...]
 
 
-def plan_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int) -> list[BucketPlan]:
+def rank_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int) -> list[RankBucket]:
     """The buckets of all ``packings`` in the order in which they fill if gradients come from the last parameter to the first.
 
-    ``params``: for each packing, the numbers of its parameters among all, -1 for those that are gone. What only these have had
-    has no bucket.
+    ``params``: for each packing, the numbers of its parameters among all, -1 for those that are gone. A bucket that has held
+    only these is left out.
     """
     count = sum(number >= 0 for numbers in params for number in numbers)
-    plans: list[tuple[int, BucketPlan]] = []
+    found: list[tuple[int, RankBucket]] = []
     for space, (packing, numbers) in enumerate(zip(packings, params, strict=True)):
-        fragments: list[list[Fragment]] = [[] for _ in packing.buckets]
+        parts: list[list[Segment]] = [[] for _ in packing.buckets]
         for param in range(len(packing.items)):
-            for fragment in packing.fragments(param) if numbers[param] >= 0 else ():
-                fragments[fragment.bucket].append(fragment)
+            for part in packing.parts(param) if numbers[param] >= 0 else ():
+                parts[part.bucket.index].append(part)
         segments: list[list[Segment]] = [[] for _ in packing.buckets]
         for segment in packing.segments(rank):
             if numbers[segment.param] >= 0:
-                segments[segment.bucket].append(segment)
-        for bucket in packing.buckets:
-            found = fragments[bucket.index]
-            if not found and min(numbers) < 0:
+                segments[segment.bucket.index].append(segment)
+        for bucket, inside, owned in zip(packing.buckets, parts, segments, strict=True):
+            if not inside and min(numbers) < 0:
                 continue
-            last_arrival = max((count - 1 - numbers[fragment.param] for fragment in found), default=0)
-            plan = BucketPlan(space, bucket, tuple(found), tuple(segments[bucket.index]))
-            plans.append((last_arrival, plan))
-    return [plan for _, plan in sorted(plans, key=lambda pair: pair[0])]
+            last_arrival = max((count - 1 - numbers[part.param] for part in inside), default=0)
+            found.append((last_arrival, RankBucket(space, bucket, tuple(inside), tuple(owned))))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int = 64) -> Packing:
     """Packs ``items``, in the order given, into buckets of about ``bucket_numel`` elements.
 
-    Every parameter and every shard begins at a multiple of ``align`` elements. Runs of items with a granularity and without
-    share no bucket.
+    Every parameter and every shard begins at a multiple of ``align`` elements. Items of different granularities share no
+    bucket. Without one a bucket has at most `GROWTH` x ``bucket_numel`` elements, rounded up to ``world`` x ``align``; with
+    "row" a parameter for which that will not do has buckets of its own, of whole rows, whatever padding that takes.
 
-    With one: no shard boundary falls inside a parameter except at a multiple of its granularity; where that cannot be had
-    within one bucket, the bucket ends early and padding follows. Without: `row_cuts.cut_by_rows`; a bucket has at most
-    `GROWTH` x ``bucket_numel`` elements, rounded up to ``world`` x ``align``.
-
-    ValueError for a number below 1 (numel: below 0).
+    ValueError for a number below 1 (numel: below 0), and for another granularity.
     """
     for name, value in (("world", world), ("bucket_numel", bucket_numel), ("align", align)):
         if expect_int(value, name) < 1:
@@ -216,10 +205,10 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     for i, item in enumerate(items):
         if not isinstance(item, PackItem):
             raise TypeError(f"items[{i}] is {item!r}, expected a PackItem")
-        granularity = 1 if item.granularity is None else item.granularity
-        numbers = (("numel", item.numel, 0), ("granularity", granularity, 1), ("row", item.row, 1))
-        if any(expect_int(value, f"items[{i}].{name}") < least for name, value, least in numbers):
-            raise ValueError(f"item {i}: numel must be >= 0, granularity and row >= 1, got {item}")
+        if expect_int(item.numel, f"items[{i}].numel") < 0 or expect_int(item.row, f"items[{i}].row") < 1:
+            raise ValueError(f"item {i}: numel must be >= 0 and row >= 1, got {item}")
+        if item.granularity not in ("row", "element", None):
+            raise ValueError(f"item {i}: granularity must be 'row', 'element' or None, got {item}")
     begins: list[int] = []
     shards: list[int] = []
     at = 0
@@ -231,105 +220,28 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     buckets = [Bucket(i, world * shard_begins[i], shard, shard_begins[i], True) for i, shard in enumerate(shards)]
     packing = Packing(tuple(items), tuple(begins), tuple(buckets), world)
     for param, item in enumerate(items):
-        for part in packing.fragments(param):
-            if buckets[part.bucket].by_rows and _splits_rows(part, item, buckets[part.bucket]):
-                buckets[part.bucket] = replace(buckets[part.bucket], by_rows=False)
+        for part in packing.parts(param):
+            if _splits_rows(part, item):
+                buckets[part.bucket.index] = replace(part.bucket, by_rows=False)
     return replace(packing, buckets=tuple(buckets))
 
 
 def _runs(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Iterator[PackedRun]:
     """All items, in runs with shards."""
-    done = 0
-    for is_free, alike in itertools.groupby(items, key=lambda item: item.granularity is None):
-        chosen = list(alike)
-        runs: Iterable[PackedRun] = [PackedRun([0] * len(chosen), [])]
-        if is_free:
-            numels, rows = [item.numel for item in chosen], [item.row for item in chosen]
-            runs = cut_by_rows(numels, rows, world=world, bucket_numel=bucket_numel, align=align)
-        for has_rows, some in itertools.groupby(runs, key=lambda run: bool(run.shards)):
-            found = list(some)
-            count = sum(len(run.begins) for run in found)
-            yield from found if has_rows else [_cut(items[done : done + count], world, bucket_numel, align)]
-            done += count
-
-
-def _cut(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> PackedRun:
-    """Element cuts: buckets end without regard to parameters, but for those with a granularity above 1."""
-    begins: list[int] = [0] * len(items)
-    shards: list[int] = []
-    at = 0  # where the next bucket begins
-    first = 0  # the first parameter that is not wholly in a bucket
-    covered = 0  # its elements that are
-    while first < len(items):
-        window = _lay_out(items, first, at, covered, bucket_numel, align)
-        shard, taken = _shard_of(window, at, world, bucket_numel, align)
-        end = at + world * shard
-        covered = 0
-        for slot in window[:taken]:
-            begins[slot.param] = slot.begin
-            if slot.end > end:
-                first, covered = slot.param, end - slot.begin
-                break
-            first = slot.param + 1
-        if shard:
-            shards.append(shard)
-        at = end
-    return PackedRun(begins, shards)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    param: int
-    begin: int  # may lie before the bucket, for a parameter that continues
-    end: int
-    granularity: int
-
-
-def _lay_out(
-    items: Sequence[PackItem], first: int, at: int, covered: int, bucket_numel: int, align: int
-) -> list[_Slot]:
-    """The parameters from ``first`` on that begin within ``bucket_numel`` of ``at``."""
-    window: list[_Slot] = []
-    begin = at - covered
-    for param in range(first, len(items)):
-        window.append(_Slot(param, begin, begin + items[param].numel, items[param].granularity or 1))
-        begin = round_up(window[-1].end, align)
-        if begin - at >= bucket_numel:
-            break
-    return window
-
-
-def _shard_of(window: list[_Slot], at: int, world: int, bucket_numel: int, align: int) -> tuple[int, int]:
-    """(shard elements, how many slots of the window may go into the bucket) of the bucket that begins at ``at``."""
-    shard = round_up(-(-min(bucket_numel, window[-1].end - at) // world), align)
-    strict = next((i for i, slot in enumerate(window) if slot.granularity > 1), None)
-    if strict is None:
-        return shard, _slots_before(window, at + world * shard)
-    candidate = shard
-    while candidate >= max(align, shard // 2):
-        if _is_legal(window, at, world, candidate):
-            return candidate, _slots_before(window, at + world * candidate)
-        candidate -= align
-    if strict > 0:  # end before the first parameter that resists
-        return _shard_of(window[:strict], at, world, window[strict - 1].end - at, align)
-    # Alone, from its own boundary: multiples of its granularity are legal cuts, and behind its end is padding.
-    slot = window[0]
-    step = align * slot.granularity // gcd(align, slot.granularity)
-    return round_up(-(-min(bucket_numel, slot.end - at) // world), step), 1
-
-
-def _slots_before(window: list[_Slot], end: int) -> int:
-    return bisect.bisect_left([slot.begin for slot in window], end) or 1
-
-
-def _is_legal(window: list[_Slot], at: int, world: int, shard: int) -> bool:
-    """Whether no boundary at + k * shard cuts a parameter off its granularity."""
-    for slot in window:
-        if slot.granularity == 1:
+    sizes = {"world": world, "bucket_numel": bucket_numel, "align": align}
+    for granularity, alike in itertools.groupby(items, key=lambda item: item.granularity):
+        numels, rows = zip(*((item.numel, item.row) for item in alike), strict=True)
+        if granularity == "element":
+            yield cut_anywhere(numels, **sizes)
             continue
-        k = max(1, -(-(slot.begin + 1 - at) // shard))
-        while k <= world and at + k * shard < slot.end:
-            if (at + k * shard - slot.begin) % slot.granularity:
-                return False
-            k += 1
-    return True
+        done = 0
+        for has_rows, some in itertools.groupby(cut_by_rows(numels, rows, **sizes), key=lambda run: bool(run.shards)):
+            found = list(some)
+            part = slice(done, done + sum(len(run.begins) for run in found))
+            if has_rows:
+                yield from found
+            elif granularity == "row":
+                yield from cut_whole_rows(numels[part], rows[part], **sizes)
+            else:
+                yield cut_anywhere(numels[part], **sizes)
+            done = part.stop

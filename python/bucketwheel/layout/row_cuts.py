@@ -11,7 +11,7 @@ parameters:
 A bucket of row cuts ends where a parameter ends. It may be `GROWTH` times as large as asked for, and 1 % of it may be
 padding; more only in a small one whose rows need no larger shards than its elements. Where that does not do (few rows,
 fewer rows than ranks, long rows at large worlds) parameters have *element cuts*: they are cut without regard to rows, as
-with granularity 1. Of all ways to end buckets the cheapest is taken: few parameters cut inside rows, then few buckets,
+with granularity "element". Of all ways to end buckets the cheapest is taken: few parameters cut inside rows, then few buckets,
 near the size asked for (`_cut_together`). A parameter that no bucket can hold has buckets of its own, of whole rows where
 they fit (`_cut_alone`).
 
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-__all__ = ["GROWTH", "PackedRun", "cut_by_rows", "round_up", "splits_rows"]
+__all__ = ["GROWTH", "PackedRun", "cut_anywhere", "cut_by_rows", "cut_whole_rows", "splits_rows"]
 
 GROWTH = 4
 _PADDING_PERCENT = 1
@@ -34,7 +34,7 @@ _PRICE = 16  # how many buckets more are as bad as one parameter cut inside rows
 _TRIES = 8  # of a larger shard, for the same parameters
 
 
-def round_up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -54,11 +54,33 @@ class PackedRun:
     shards: list[int]
 
 
+def cut_anywhere(numels: Sequence[int], *, world: int, bucket_numel: int, align: int) -> PackedRun:
+    """Element cuts: parameters one behind the other, buckets of the size asked for."""
+    *begins, _ = _offsets(numels, align)
+    grid = _grid(world, bucket_numel, align)
+    count, rest = divmod(begins[-1] + numels[-1], grid.usual)
+    return PackedRun(begins, [grid.usual // world] * count + ([grid.plain_shard(rest)] if rest else []))
+
+
+def cut_whole_rows(
+    numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
+) -> Iterator[PackedRun]:
+    """Parameters for which row cuts will not do, cut on rows all the same: matrices in buckets of their own."""
+    sizes = {"world": world, "bucket_numel": bucket_numel, "align": align}
+    grid = _grid(**sizes)
+    for is_vector, some in itertools.groupby(zip(numels, rows, strict=True), key=lambda param: param[1] == 1):
+        params = list(some)
+        if is_vector:
+            yield cut_anywhere([numel for numel, _ in params], **sizes)
+        else:
+            yield from (PackedRun([0], _whole_rows(numel, row, grid)) for numel, row in params)
+
+
 def cut_by_rows(
     numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
 ) -> Iterator[PackedRun]:
     """All parameters, of ``numels`` elements and with ``rows`` of so many, in runs."""
-    grid = _Grid(world, align, world * round_up(-(-bucket_numel // world), align))
+    grid = _grid(world, bucket_numel, align)
     first = 0
     while first < len(numels):
         last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
@@ -83,7 +105,7 @@ class _Grid:
 
     def plain_shard(self, numel: int) -> int:
         """The shard of element cuts."""
-        return round_up(-(-numel // self.world), self.align)
+        return _round_up(-(-numel // self.world), self.align)
 
     def pads_little(self, numel: int, shard: int, plain_shard: int) -> bool:
         """Whether a bucket of such shards may hold ``numel`` elements, of which element cuts make a ``plain_shard``."""
@@ -92,19 +114,29 @@ class _Grid:
         return size <= self.most and (size - numel) * 100 <= _PADDING_PERCENT * max(size, of)
 
 
+def _grid(world: int, bucket_numel: int, align: int) -> _Grid:
+    return _Grid(world, align, world * _round_up(-(-bucket_numel // world), align))
+
+
 def _offsets(numels: Sequence[int], align: int) -> list[int]:
     """Where parameters begin that are packed one behind the other, and where the next one would."""
-    return [0, *itertools.accumulate(round_up(numel, align) for numel in numels)]
+    return [0, *itertools.accumulate(_round_up(numel, align) for numel in numels)]
 
 
 def _cut_alone(numel: int, row: int, grid: _Grid) -> list[int]:
-    """The shards of the buckets, about equal, of a parameter larger than a bucket may be; none if row cuts will not do."""
+    """The shards of the buckets of a parameter larger than a bucket may be; none if row cuts will not do."""
+    shards = _whole_rows(numel, row, grid)
+    fits = max(shards) * grid.world <= grid.most
+    return shards if fits and (sum(shards) * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
+
+
+def _whole_rows(numel: int, row: int, grid: _Grid) -> list[int]:
+    """Shards of whole rows: of one bucket if that may be so large, else of buckets that are about equal."""
     unit = lcm(row, grid.align)
     units = -(-numel // (grid.world * unit))  # of a rank
-    count = min(units, (2 * units * unit * grid.world + grid.usual) // (2 * grid.usual))
-    shards = [((i + 1) * units // count - i * units // count) * unit for i in range(count)]
-    fits = max(shards) * grid.world <= grid.most
-    return shards if fits and (units * unit * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
+    total = units * unit * grid.world
+    count = min(units, 1 if total <= grid.most else (2 * total + grid.usual) // (2 * grid.usual))
+    return [((i + 1) * units // count - i * units // count) * unit for i in range(count)]
 
 
 def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[PackedRun]:
@@ -168,9 +200,9 @@ def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid)
         begins, end, needed = _place(numels, rows, shard, grid.align)
         if needed:
             multiple = lcm(multiple, needed)
-            shard = round_up(shard, multiple)
+            shard = _round_up(shard, multiple)
         elif end > grid.world * shard:
-            shard += round_up(-(-end // grid.world) - shard, multiple)
+            shard += _round_up(-(-end // grid.world) - shard, multiple)
         else:
             return PackedRun(begins, [shard])
     return None
@@ -181,7 +213,7 @@ def _place(numels: Sequence[int], rows: Sequence[int], shard: int, align: int) -
     has to be a multiple of, for one that spans a whole shard."""
     begins, end = [], 0
     for numel, row in zip(numels, rows, strict=True):
-        begin = round_up(end, align)
+        begin = _round_up(end, align)
         edge = (begin // shard + 1) * shard
         if row > 1 and begin + numel > edge:
             unit = lcm(row, align)

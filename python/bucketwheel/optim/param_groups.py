@@ -19,7 +19,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, device_index, torch_device
 from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
-from bucketwheel.layout.flat_params import ParamInfo, expect_apart, row_numel
+from bucketwheel.layout.flat_params import ParamInfo, expect_apart
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
 
 __all__ = [
@@ -148,16 +148,6 @@ class OptimizerOptions:
             )
 
 
-def _granularity(group: dict[str, Any], param: Tensor, name: str) -> int | None:
-    asked = group.get("granularity")
-    if asked is None:
-        return None
-    value = row_numel(param) if asked == "row" else asked
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"granularity of the group of {name!r} must be 'row', an int >= 1 or None, got {asked!r}")
-    return value
-
-
 def _params_in(param_groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, str, bool, Parameter]]:
     """Yields each parameter with its group, its name, and whether it has one: else the name says where it is."""
     for g, group in enumerate(param_groups):
@@ -213,7 +203,11 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
                 "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
                 "is what they are summed in)"
             )
-        granularity = _granularity(param_groups[g], param, name)
+        granularity = param_groups[g].get("granularity")
+        if granularity not in ("row", "element", None):
+            raise ValueError(
+                f"granularity of the group of {name!r} must be 'row', 'element' or None, got {granularity!r}"
+            )
         index = len(known) + len(infos)
         kind = (param.dtype, param.stride(), param.device)
         infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named))

@@ -81,8 +81,8 @@ class ShardedAdamW(Optimizer):
             and float64, also mixed, on the CPU or all on one CUDA device. Frozen ones (``requires_grad=False``) are left
             alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``: None
             (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
-            and `describe` names the buckets where it does not; 1, they fall anywhere; ``"row"`` or an int, they never split
-            a row, or so many consecutive elements, whatever padding that takes. A row is a slice of the outermost
+            and `describe` names the buckets where it does not; ``"row"``, they never split a row, whatever
+            padding that takes; ``"element"``, they fall anywhere. A row is a slice of the outermost
             dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them. Keys of your own are kept; ValueError for
             options of all groups and for misspelt ones, also in `add_param_group`.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
@@ -117,7 +117,7 @@ class ShardedAdamW(Optimizer):
 
     What overlaps, in how much memory:
         bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16. With row cuts buckets are near this size, and at
-            most 4 times as large; with ``"granularity": 1`` no larger.
+            most 4 times as large; with ``"granularity": "element"`` no larger.
         max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
             backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the
             communicator: how many buckets' worth of registered memory there is, all the time.

@@ -19,7 +19,7 @@ from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
 from bucketwheel.grads.window_plan import plan_window
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.packing import BucketPlan, plan_buckets
+from bucketwheel.layout.packing import RankBucket, rank_buckets
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core
 from bucketwheel.optim.rank_checks import expect_equal_places
@@ -50,13 +50,13 @@ class Cut:
 
 def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows) -> Cut:
     """The buckets of all ``spaces`` (none: no buckets). Adds the segments of ``rank`` to ``rows``, bucket by bucket."""
-    plans = plan_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
+    plans = rank_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
     accumulators = _Accumulators(plans, device)
     cut = Cut([], {index: [] for space in spaces for index in space.indices}, accumulators.row_sums)
     for number, plan in enumerate(plans):
         space, bucket, segments = spaces[plan.space], plan.bucket, plan.segments
         params = space.indices
-        parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.fragments]
+        parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.parts]
         shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
         ranges = [(s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in segments]
         accumulator, places = accumulators.make(shard, ranges)
@@ -76,7 +76,7 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
 class _Accumulators:
     """Makes the native accumulators of the shards of all ``plans``, and has the memory of their sums of squares on CUDA."""
 
-    def __init__(self, plans: Sequence[BucketPlan], device: int) -> None:
+    def __init__(self, plans: Sequence[RankBucket], device: int) -> None:
         self._begin = 0  # of the next one's spans in row_sums
         self.row_sums: Tensor | None = None
         if device != CPU:

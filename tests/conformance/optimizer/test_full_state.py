@@ -24,11 +24,11 @@ from tests.support.replica_ranks import with_replicas
 BF16, F32 = torch.bfloat16, torch.float32
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": F32, "granularity": "row"},
-    "amsgrad": {"dtype": F32, "granularity": 1, "amsgrad": True},
-    "bf16, master": {"dtype": BF16, "granularity": 1},
+    "amsgrad": {"dtype": F32, "granularity": "element", "amsgrad": True},
+    "bf16, master": {"dtype": BF16, "granularity": "element"},
     "bf16, remainder": {"dtype": BF16, "granularity": "row", "master_weights": "bf16_remainder"},
     "bf16 states": {"dtype": F32, "granularity": "row", "state_dtype": BF16},
-    "bf16, remainder, elements": {"dtype": BF16, "granularity": 1, "master_weights": "bf16_remainder"},
+    "bf16, remainder, elements": {"dtype": BF16, "granularity": "element", "master_weights": "bf16_remainder"},
 }
 WORLDS = [None, 1, 2, 3]
 FEW = [*((world, "bf16, remainder") for world in (None, 1, 2, 4)), *((3, precision) for precision in PRECISIONS)]

@@ -64,7 +64,7 @@ def test_the_table_of_a_sharded_optimizer() -> None:
         assert text == TABLE
 
 
-@pytest.mark.parametrize("granularity, cuts", [(None, "rows"), (1, "elements"), (640, "elements")])
+@pytest.mark.parametrize("granularity, cuts", [(None, "rows"), ("row", "rows"), ("element", "elements")])
 def test_buckets_with_element_cuts_are_named(granularity: Any, cuts: str) -> None:
     """Matrices with rows of 96, one of them transposed, and a vector that pushes them off the boundaries of four shards."""
 

@@ -112,11 +112,11 @@ def test_a_part_of_one_parameter_is_not_taken_for_that_of_another(tmp_path: Path
     """dcp.load reads into the places of numbers, which ranks have divided otherwise."""
 
     def train(comm: Any) -> None:
-        job = Named(comm, "fp32", cut=1)
+        job = Named(comm, "fp32", cut="element")
         job.step()
         SAVE(job, tmp_path)
         job.opt.close()
-        job = Named(comm, "fp32", "vqk", cut=1)
+        job = Named(comm, "fp32", "vqk", cut="element")
         with pytest.raises(ValueError, match=r"cut as '\w\.weight', whose place it had"):
             dcp_load(job, tmp_path)
         assert not any(state["exp_avg"].any() for state in job.by_name()[0].values())

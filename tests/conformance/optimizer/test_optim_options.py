@@ -74,7 +74,7 @@ def test_bad_parameters_are_named_and_nothing_moves(world: int | None) -> None:
             with pytest.raises(ValueError, match=f"{flag} must be the same in all parameter groups"):
                 ShardedAdamW([{"params": good[:3], flag: value}, {"params": good[3:]}], process_group=comm)
         for params, kind, match in (
-            ([{"params": good, "granularity": "column"}], ValueError, "granularity.*'column'"),
+            ([{"params": good, "granularity": 1}], ValueError, "granularity.*'element' or None, got 1"),
             (good[0], TypeError, "iterable"),
             ([], ValueError, "empty parameter list"),
         ):
@@ -240,7 +240,7 @@ DIFFERENT: dict[str, tuple[Callable[[Params], Any] | dict[str, Any], str]] = {
         lambda ps: [{"params": ps[:1]}, {"params": ps[1:]}],
         "rank 0 has parameter 0: .* group 0, .*; rank 1 has parameter group 1",
     ),
-    "granularity": (lambda ps: [{"params": ps, "granularity": 2}], r"parameter 0.*granularity"),
+    "granularity": (lambda ps: [{"params": ps, "granularity": "element"}], r"parameter 0.*granularity"),
     "lr": ({"lr": 0.1}, r"parameter group 0: lr 0\.(001|1)"),
     "bucket": ({"bucket_cap_mb": 1.0}, r"options.*bucket_cap_bytes"),
     "maximize": ({"maximize": True}, r"parameter group 0.*maximize (True|False)"),

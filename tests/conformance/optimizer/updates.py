@@ -154,7 +154,10 @@ ODD: dict[str, tuple[Callable[[torch.dtype], list[Parameter]], Callable[[list[Pa
     "dense_parameters_in_any_order": (dense_in_any_order, list),
     "misaligned_parameters": (misaligned, list),
     "matrices_cut_by_rows": (of((48, 64), (64,), (96, 64), (200,)), list),
-    "matrices_cut_anywhere": (of((48, 64), (64,), (96, 64), (200,)), lambda p: [{"params": p, "granularity": 1}]),
+    "matrices_cut_anywhere": (
+        of((48, 64), (64,), (96, 64), (200,)),
+        lambda p: [{"params": p, "granularity": "element"}],
+    ),
     "shards_of_whole_rows": (of((7, 24), (33, 40), (5, 3, 8)), lambda p: [{"params": p, "granularity": "row"}]),
 }
 for odd_name, (odd_params, odd_groups) in ODD.items():
