@@ -89,10 +89,7 @@ def adam(bench: Bench) -> None:
                 timings = bench.measure({"ours": cases["ours"], **few}, repeats=FOR_LOOP_REPEATS)
                 bench.add_peers(config.name, numel, timings, tensors.size_bytes)
             if label == "256 M" and config.name in "AH":
-                ways = {f"{config.name} by op": tensors.by_op()}
-                if config.name == "H":
-                    ways["H by op, weights rounded stochastically"] = tensors.by_op(param_rounding="stochastic")
-                for name, timing in bench.measure(ways).items():
+                for name, timing in bench.measure({f"{config.name} by op": tensors.by_op()}).items():
                     bench.add(name, numel, timing, size_bytes=tensors.size_bytes)
             del tensors, cases, few, most
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from gpu_timing import random
@@ -96,13 +95,13 @@ class Tensors:
 
         return step
 
-    def by_op(self, *, param_rounding: Any = "nearest") -> Callable[[], None]:
+    def by_op(self) -> Callable[[], None]:
         """The same by `ops.adam_step`: the table is made and uploaded in every call."""
 
         def step() -> None:
             ops.adam_step(
                 self.p, self.g, self.m, self.v, 10, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY,
-                master_params=self.master or None, remainders=self.remainder or None, param_rounding=param_rounding,
+                master_params=self.master or None, remainders=self.remainder or None,
                 on_external_update="resync",
             )  # fmt: skip
 

@@ -154,7 +154,6 @@ struct AdamOptions {
   bool decoupled = true;
   bool maximize = false;
   bool stochastic = true;
-  bool stochastic_param = false;
   uint64_t seed = 0;
   bool noop = false;  // of adam_step() on the CPU: all is checked, and nothing changes
   bool resync = false;
@@ -164,7 +163,6 @@ struct AdamOptions {
     step.decoupled = decoupled;
     step.maximize = maximize;
     step.stochastic = stochastic;
-    step.stochastic_param = stochastic_param;
     step.seed = seed;
     step.resync = resync;
   }
@@ -462,13 +460,11 @@ inline void bind_adam(py::module_& m) {
            }),
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"));
   py::class_<AdamOptions>(m, "AdamOptions")
-      .def(py::init([](bool decoupled, bool maximize, bool stochastic, bool stochastic_param, uint64_t seed, bool noop,
-                       bool resync) {
-             return AdamOptions{decoupled, maximize, stochastic, stochastic_param, seed, noop, resync};
+      .def(py::init([](bool decoupled, bool maximize, bool stochastic, uint64_t seed, bool noop, bool resync) {
+             return AdamOptions{decoupled, maximize, stochastic, seed, noop, resync};
            }),
-           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true,
-           py::arg("stochastic_param") = false, py::arg("seed") = 0, py::arg("noop") = false,
-           py::arg("resync") = false);
+           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true, py::arg("seed") = 0,
+           py::arg("noop") = false, py::arg("resync") = false);
   py::class_<AdamArguments>(m, "AdamArguments")
       .def(py::init([](py::object steps, double average, const std::optional<AdamOptions>& options, py::object used,
                        py::object factors, py::object noop, py::object lr) {

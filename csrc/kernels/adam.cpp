@@ -136,8 +136,8 @@ void AdamTable::step(const AdamStep& step) {
     for (int64_t i = begin;;) {
       const auto r = static_cast<size_t>(chunk.row);
       if (step.used.empty() || step.used[r] != 0) {
-        const AdamPass pass = {chunk.begin,    chunk.numel,     step.steps[r],         step.seed,
-                               step.decoupled, step.stochastic, step.stochastic_param, step.resync};
+        const AdamPass pass = {chunk.begin,    chunk.numel,     step.steps[r], step.seed,
+                               step.decoupled, step.stochastic, step.resync};
         kernels.adam(rows_[r], pass, scalars_[r]);
       }
       if (++i == end) {

@@ -30,11 +30,10 @@ struct AdamStep {
   int64_t last_row = 0;
   bool decoupled = true;  // AdamW; false: weight_decay * p is added to the gradient (L2)
   bool maximize = false;
-  bool stochastic = true;         // bfloat16 v is rounded stochastically; m and vmax always to nearest
-  bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
-  bool resync = false;            // AdamWeight::kMaster follows what others have written to the parameter
-  uint64_t seed = 0;              // of the random bits: philox.h
-  const float* noop = nullptr;    // points to a number that is not 0 when the step starts: nothing changes
+  bool stochastic = true;       // bfloat16 v is rounded stochastically; m and vmax always to nearest
+  bool resync = false;          // AdamWeight::kMaster follows what others have written to the parameter
+  uint64_t seed = 0;            // of the random bits: philox.h
+  const float* noop = nullptr;  // points to a number that is not 0 when the step starts: nothing changes
 };
 
 class AdamTable {

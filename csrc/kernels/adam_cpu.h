@@ -153,7 +153,7 @@ void adam_blocks(const AdamArrays<T, P, G, S, kWeight>& at, const AdamRow& row, 
   const auto make_random = [&](int64_t i, int64_t numel) {
     if constexpr (Kind::kRandom) {
       fill_random(random, random_blocks(numel), pass.seed, row.param, (row.param_begin + begin + i) / kRandomBlockNumel,
-                  pass.step, RandomUse::kExpAvgSq);
+                  pass.step);
     }
   };
   const auto follow = [&](int64_t i, int64_t numel) {
@@ -251,11 +251,11 @@ void narrow_stochastic(uint16_t* __restrict__ to, const float* __restrict__ from
 }
 
 // `element`: the first one's place in its parameter.
-void store_stochastic(void* to, const float* from, int64_t n, const AdamRow& row, int64_t element, const AdamPass& pass,
-                      RandomUse use) {
+void store_stochastic(void* to, const float* from, int64_t n, const AdamRow& row, int64_t element,
+                      const AdamPass& pass) {
   alignas(64) uint16_t random[kStageNumel];
   const int64_t skipped = element % kRandomBlockNumel;
-  fill_random(random, random_blocks(skipped + n), pass.seed, row.param, element / kRandomBlockNumel, pass.step, use);
+  fill_random(random, random_blocks(skipped + n), pass.seed, row.param, element / kRandomBlockNumel, pass.step);
   narrow_stochastic(static_cast<uint16_t*>(to), from, random + skipped, n);
 }
 
@@ -300,18 +300,15 @@ void adam_stage(const AdamRow& row, const AdamPass& pass, const AdamScalars& s, 
                    : adam_range<RangeKind<false, true, false>>(at, n, s, nullptr);
   }
 
-  const int64_t element = row.param_begin + i;
   if (row.weight == AdamWeight::kRemainder) {
     split_masters(static_cast<uint16_t*>(p), static_cast<uint16_t*>(row.master) + i, weight, n);
-  } else if (row.weight == AdamWeight::kParam && row.p_dtype == DType::kBFloat16 && pass.stochastic_param) {
-    store_stochastic(p, weight, n, row, element, pass, RandomUse::kParam);
   } else if (row.p_dtype != DType::kFloat32) {
     narrow(p, row.p_dtype, weight, n);
   }
   if (row.state_dtype != DType::kFloat32) {
     narrow(m, row.state_dtype, m_floats, n);
     if (pass.stochastic) {
-      store_stochastic(v, v_floats, n, row, element, pass, RandomUse::kExpAvgSq);
+      store_stochastic(v, v_floats, n, row, row.param_begin + i, pass);
     } else {
       narrow(v, row.state_dtype, v_floats, n);
     }
@@ -334,13 +331,8 @@ void adam_staged(const AdamRow& row, const AdamPass& pass, const AdamScalars& s)
 
 template <bool kDecoupled>
 void adam_pairs_of(const AdamRow& row, const AdamPass& pass, const AdamScalars& s, int64_t begin, int64_t n) {
-  if (!pass.stochastic) {
-    adam_pairs<PairKind<kDecoupled, false, false>>(row, pass, s, begin, n);
-  } else if (pass.stochastic_param) {
-    adam_pairs<PairKind<kDecoupled, true, true>>(row, pass, s, begin, n);
-  } else {
-    adam_pairs<PairKind<kDecoupled, true, false>>(row, pass, s, begin, n);
-  }
+  pass.stochastic ? adam_pairs<PairKind<kDecoupled, true>>(row, pass, s, begin, n)
+                  : adam_pairs<PairKind<kDecoupled, false>>(row, pass, s, begin, n);
 }
 
 // Steps the elements of the pass before the first whole block of random bits. Returns how many they are.
@@ -410,7 +402,7 @@ bool adam_direct(const AdamRow& row, const AdamPass& pass, const AdamScalars& s)
     case AdamWeight::kParam:
       break;
   }
-  if (has_float_states || row.g_dtype != DType::kBFloat16 || (pass.stochastic_param && !pass.stochastic)) {
+  if (has_float_states || row.g_dtype != DType::kBFloat16) {
     return false;
   }
   adam_bf16(row, pass, s);

@@ -38,7 +38,6 @@ struct Kind {
   using Row = std::conditional_t<kAmsgrad, const AdamCudaRow&, const AdamCudaRow>;
 
   static constexpr bool kRoundsV = kState == DType::kBFloat16;
-  static constexpr bool kRoundsP = kP == DType::kBFloat16 && kWeight == AdamWeight::kParam;
 };
 static_assert(kRandomBlockNumel == 8, "a step of 8, 4 or 2 elements lies within one block of random bits");
 
@@ -48,14 +47,13 @@ struct Common {
   AdamScalarsOf<typename K::Real> scalars;
   bool decoupled;
   bool rounds_v;  // stochastically
-  bool rounds_p;
   bool resync;
   uint64_t seed;
   uint32_t param;
   int64_t step;
 
-  __device__ __forceinline__ RandomBlock random(int64_t element, RandomUse use) const {
-    return random_block(seed, param, element / kRandomBlockNumel, step, use);
+  __device__ __forceinline__ RandomBlock random(int64_t element) const {
+    return random_block(seed, param, element / kRandomBlockNumel, step);
   }
 };
 
@@ -103,8 +101,7 @@ __device__ __forceinline__ typename K::Real load_weight(const AdamCudaRow& row, 
 }
 
 template <class K>
-__device__ __forceinline__ void store_weight(const AdamCudaRow& row, int64_t i, typename K::Real weight,
-                                             const Common<K>& common) {
+__device__ __forceinline__ void store_weight(const AdamCudaRow& row, int64_t i, typename K::Real weight) {
   if constexpr (K::kWeight == AdamWeight::kRemainder) {
     const SplitMaster split = split_master(weight);
     static_cast<uint16_t*>(row.p)[i] = split.high;
@@ -113,14 +110,6 @@ __device__ __forceinline__ void store_weight(const AdamCudaRow& row, int64_t i, 
   }
   if constexpr (K::kWeight == AdamWeight::kMaster) {
     store_element<DType::kFloat32>(row.master, i, weight);
-  }
-  if constexpr (K::kRoundsP) {
-    if (common.rounds_p) {
-      const int64_t element = row.param_begin + i;
-      const RandomBlock random = common.random(element, RandomUse::kParam);
-      static_cast<uint16_t*>(row.p)[i] = to_bf16(weight, true, random, element);
-      return;
-    }
   }
   store_element<K::kP>(row.p, i, weight);
 }
@@ -137,7 +126,7 @@ __device__ __forceinline__ void step_element(const AdamCudaRow& row, int64_t i, 
     vmax = load_element<K::kState>(row.vmax, i);
   }
   adam_element<Real>(weight, g, m, v, K::kAmsgrad ? &vmax : nullptr, common.scalars, common.decoupled);
-  store_weight<K>(row, i, weight, common);
+  store_weight<K>(row, i, weight);
   store_element<K::kState>(row.m, i, m);
   if constexpr (K::kAmsgrad) {
     store_element<K::kState>(row.vmax, i, vmax);
@@ -145,7 +134,7 @@ __device__ __forceinline__ void step_element(const AdamCudaRow& row, int64_t i, 
   if constexpr (K::kRoundsV) {
     if (common.rounds_v) {
       const int64_t element = row.param_begin + i;
-      const RandomBlock random = common.random(element, RandomUse::kExpAvgSq);
+      const RandomBlock random = common.random(element);
       static_cast<uint16_t*>(row.v)[i] = to_bf16(v, true, random, element);
       return;
     }
@@ -245,14 +234,11 @@ struct Step {
     }
   }
 
-  __device__ __forceinline__ void set_weight(int i, Real weight, const Common<K>& common, const RandomBlock& random,
-                                             int64_t element) {
+  __device__ __forceinline__ void set_weight(int i, Real weight) {
     if constexpr (K::kWeight == AdamWeight::kRemainder) {
       const SplitMaster split = split_master(weight);
       p.set_bits16(i, split.high);
       master.set_bits16(i, split.low);
-    } else if constexpr (K::kRoundsP) {
-      p.set_bits16(i, to_bf16(weight, common.rounds_p, random, element));
     } else {
       p.set(i, weight);
       if constexpr (K::kWeight == AdamWeight::kMaster) {
@@ -264,15 +250,9 @@ struct Step {
   // `element`: the first one's place in its parameter, a multiple of kLanes.
   __device__ __forceinline__ void run(const Common<K>& common, int64_t element) {
     RandomBlock random_v{};
-    RandomBlock random_p{};
     if constexpr (K::kRoundsV) {
       if (common.rounds_v) {
-        random_v = common.random(element, RandomUse::kExpAvgSq);
-      }
-    }
-    if constexpr (K::kRoundsP) {
-      if (common.rounds_p) {
-        random_p = common.random(element, RandomUse::kParam);
+        random_v = common.random(element);
       }
     }
     const int64_t lane = element % kRandomBlockNumel;
@@ -287,7 +267,7 @@ struct Step {
       }
       adam_element<Real>(w, g.lanes.get(i), mi, vi, K::kAmsgrad ? &xi : nullptr, common.scalars, common.decoupled);
       const int64_t place = K::kLanes == kRandomBlockNumel ? i : lane + i;
-      set_weight(i, w, common, random_p, place);
+      set_weight(i, w);
       m.set(i, mi);
       if constexpr (K::kRoundsV) {
         v.set_bits16(i, to_bf16(vi, common.rounds_v, random_v, place));
@@ -344,7 +324,6 @@ __global__ void __launch_bounds__(kBlockThreads, K::kBlocks) adam_kernel(const _
     const Common<K> common = {of_row.scalars.rounded<typename K::Real>(),
                               launch.decoupled,
                               launch.stochastic,
-                              launch.stochastic_param,
                               launch.resync,
                               launch.seed,
                               at.param,

@@ -49,9 +49,8 @@ struct AdamLaunch {
   int64_t last_row = 0;
   int64_t chunks = 0;  // of these rows
   bool decoupled = true;
-  bool stochastic = true;         // bfloat16 v is rounded stochastically; m always to nearest
-  bool stochastic_param = false;  // and so is a bfloat16 parameter with AdamWeight::kParam
-  bool resync = false;            // AdamWeight::kMaster follows what others have written to the parameter
+  bool stochastic = true;  // bfloat16 v is rounded stochastically; m always to nearest
+  bool resync = false;     // AdamWeight::kMaster follows what others have written to the parameter
   uint64_t seed = 0;
   int max_blocks = 0;  // of the grid
 };

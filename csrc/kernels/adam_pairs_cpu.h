@@ -47,15 +47,13 @@ struct PairRun {
   alignas(64) float m_floats[2][kPairs];
   alignas(64) float v_floats[2][kPairs];
   alignas(64) Pair random_v[kPairs];
-  alignas(64) Pair random_p[kPairs];
 };
 
-// What a kind of step rounds stochastically.
-template <bool kDecoupledMode, bool kRandomVOn, bool kRandomParamOn>
+// kRandomV: v is rounded stochastically.
+template <bool kDecoupledMode, bool kRandomVOn>
 struct PairKind {
   static constexpr bool kDecoupled = kDecoupledMode;
   static constexpr bool kRandomV = kRandomVOn;
-  static constexpr bool kRandomParam = kRandomParamOn;
 };
 
 template <bool kRandom>
@@ -89,7 +87,7 @@ BW_HD void pair_weights(PairRun& run, int64_t i, const AdamScalars& s) {
       adam_weight<float>(float_of_bits(run.p[i] << 16), run.m_floats[0][i], run.v_floats[0][i], s, Kind::kDecoupled);
   const float p1 = adam_weight<float>(float_of_bits(run.p[i] & 0xffff0000u), run.m_floats[1][i], run.v_floats[1][i], s,
                                       Kind::kDecoupled);
-  run.p[i] = rounded_pair<Kind::kRandomParam>(p0, p1, Kind::kRandomParam ? run.random_p[i] : 0);
+  run.p[i] = rounded_pair<false>(p0, p1, 0);
 }
 
 // The pairs from element i of the row on, where a block of random bits begins.
@@ -98,12 +96,7 @@ void start_run(PairRun& run, const AdamRow& row, const AdamPass& pass, int64_t i
   const int64_t first_block = (row.param_begin + i) / kRandomBlockNumel;
   const int64_t blocks = random_blocks(2 * pairs);
   if constexpr (Kind::kRandomV) {
-    fill_random(reinterpret_cast<uint16_t*>(run.random_v), blocks, pass.seed, row.param, first_block, pass.step,
-                RandomUse::kExpAvgSq);
-  }
-  if constexpr (Kind::kRandomParam) {
-    fill_random(reinterpret_cast<uint16_t*>(run.random_p), blocks, pass.seed, row.param, first_block, pass.step,
-                RandomUse::kParam);
+    fill_random(reinterpret_cast<uint16_t*>(run.random_v), blocks, pass.seed, row.param, first_block, pass.step);
   }
   const auto at = [i](const void* base) { return static_cast<uint16_t*>(const_cast<void*>(base)) + i; };
   run.p = reinterpret_cast<Pair*>(at(row.p));

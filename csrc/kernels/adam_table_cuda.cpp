@@ -16,9 +16,7 @@ uint8_t head_of(const AdamRow& row) {
   const size_t p_bytes = size_of(row.p_dtype);
   const size_t state_bytes = size_of(row.state_dtype);
   const size_t master_bytes = row.weight == AdamWeight::kMaster ? sizeof(float) : sizeof(uint16_t);
-  // What may be rounded stochastically: v, and a parameter without anything beside it.
-  const bool is_random =
-      row.state_dtype == DType::kBFloat16 || (row.weight == AdamWeight::kParam && row.p_dtype == DType::kBFloat16);
+  const bool is_random = row.state_dtype == DType::kBFloat16;  // v may be rounded stochastically
   for (uintptr_t head = 0; head < 8; ++head) {
     const auto is_aligned = [head](const void* array, size_t element_bytes) {
       return (reinterpret_cast<uintptr_t>(array) + head * element_bytes) % kAlignBytes == 0;  // null is
@@ -195,7 +193,6 @@ void AdamCudaTable::launch_rows(int64_t first_row, int64_t last_row, void* nativ
   launch.scalars = device_scalars_.as<const AdamCudaScalars>();
   launch.decoupled = flags_.decoupled;
   launch.stochastic = flags_.stochastic;
-  launch.stochastic_param = flags_.stochastic_param;
   launch.resync = flags_.resync;
   launch.seed = flags_.seed;
   launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);

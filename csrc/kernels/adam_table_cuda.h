@@ -30,9 +30,8 @@ struct AdamCudaStep {
   const float* noop = nullptr;      // points to a number that is not 0 when the step runs: nothing changes
   bool decoupled = true;
   bool maximize = false;
-  bool stochastic = true;         // rounding of a bfloat16 v
-  bool stochastic_param = false;  // and of a bfloat16 parameter without a master
-  bool resync = false;            // masters follow what others have written to their parameters
+  bool stochastic = true;  // rounding of a bfloat16 v
+  bool resync = false;     // masters follow what others have written to their parameters
   uint64_t seed = 0;
 };
 

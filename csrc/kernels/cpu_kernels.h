@@ -23,9 +23,8 @@ struct AdamPass {
   int64_t step;  // the key of the random bits, like seed
   uint64_t seed;
   bool decoupled;
-  bool stochastic;        // bfloat16 v
-  bool stochastic_param;  // a bfloat16 parameter with AdamWeight::kParam
-  bool resync;            // AdamWeight::kMaster
+  bool stochastic;  // bfloat16 v
+  bool resync;      // AdamWeight::kMaster
 };
 
 inline constexpr int64_t kNormLanes = 1024;

@@ -3,7 +3,7 @@
 // usual ten would make a step in bfloat16 10 to 15 % slower.
 //
 // The counter says what an element is, not where it lies or who computes it: the parameter, the element's place in it
-// (in memory order), the step, and which value is rounded. So results do not depend on world size, sharding, launch
+// (in memory order), and the step. So results do not depend on world size, sharding, launch
 // geometry or device, also when a run resumes on another number of ranks.
 #pragma once
 
@@ -12,9 +12,6 @@
 #include "base/platform.h"
 
 namespace bucketwheel {
-
-// What is rounded; each has random bits of its own.
-enum class RandomUse : uint32_t { kExpAvgSq = 0, kParam = 1 };
 
 // One block is 128 bits: 16 for each of 8 elements, kRandomBlockNumel * block ... of the parameter.
 inline constexpr int64_t kRandomBlockNumel = 8;
@@ -57,14 +54,14 @@ BW_HD RandomBlock philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, u
   return {{c0, c1, c2, c3}};
 }
 
-// The last word of the counter. `param` < 2^30.
-BW_HD uint32_t random_place(uint32_t param, RandomUse use) { return param * 4u + static_cast<uint32_t>(use); }
+// The last word of the counter. `param` < 2^30: the factor is part of the bits that runs resume with.
+BW_HD uint32_t random_place(uint32_t param) { return param * 4u; }
 
 // The random bits of the 8 elements [8 * block, 8 * block + 8) of a parameter. random_cpu.h makes many at once.
-BW_HD RandomBlock random_block(uint64_t seed, uint32_t param, int64_t block, int64_t step, RandomUse use) {
+BW_HD RandomBlock random_block(uint64_t seed, uint32_t param, int64_t block, int64_t step) {
   const auto place = static_cast<uint64_t>(block);
   return philox(seed, static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32), static_cast<uint32_t>(step),
-                random_place(param, use));
+                random_place(param));
 }
 
 }  // namespace bucketwheel

@@ -45,8 +45,7 @@ BW_HD int64_t random_blocks(int64_t n) { return (n + kRandomBlockNumel - 1) / kR
 
 // random_block() of the blocks [first_block, first_block + blocks), 16 bits an element; up to kRandomGroup - 1 blocks
 // more are written.
-BW_HD void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, int64_t first_block, int64_t step,
-                       RandomUse use) {
+BW_HD void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t param, int64_t first_block, int64_t step) {
   RandomLanes lane_index;
   for (int64_t i = 0; i < kRandomLanes; ++i) {
     lane_index[i] = static_cast<uint64_t>(i);
@@ -57,7 +56,7 @@ BW_HD void fill_random(uint16_t* to, int64_t blocks, uint64_t seed, uint32_t par
       c0[chain] = lane_index + static_cast<uint64_t>(first_block + begin + chain * kRandomLanes);
       c1[chain] = c0[chain] >> 32;
       c2[chain] = RandomLanes{} + static_cast<uint32_t>(step);
-      c3[chain] = RandomLanes{} + random_place(param, use);
+      c3[chain] = RandomLanes{} + random_place(param);
     }
     PhiloxKey key(seed);
 #pragma GCC unroll 7  // else the chains lie in memory

@@ -54,7 +54,7 @@ def adam_case(kind: tuple[Any, ...], amsgrad: bool, is_random: bool) -> None:
     rows = [make(kind, numel, amsgrad, seed=numel) for numel in SIZES]
     theirs = [on_device(row, -1 if i == 1 else 0) for i, row in enumerate(rows)]
     args = Adam(step=3, lr=1e-2, weight_decay=0.1, beta2=0.99, decoupled=not is_random, maximize=is_random)
-    rounding = Rounding(is_random, is_random, seed=5)
+    rounding = Rounding(is_random, seed=5)
     run_op(theirs, args, rounding)
     with DEVICE.cpu():
         run_op(rows, args, rounding)

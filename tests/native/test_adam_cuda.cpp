@@ -188,7 +188,6 @@ void expect_cpu_steps(const AdamLaunch& launch, const Table& table, std::vector<
   step.last_row = launch.last_row;
   step.decoupled = launch.decoupled;
   step.stochastic = launch.stochastic;
-  step.stochastic_param = launch.stochastic_param;
   step.resync = launch.resync;
   step.seed = launch.seed;
   cpu.step(step);
@@ -231,7 +230,6 @@ TEST(every_variant_equals_the_cpu) {
       AdamLaunch launch = table.launch(variant, 0, before.size(), 3);
       launch.decoupled = options % 2 == 0;
       launch.stochastic = options < 3;
-      launch.stochastic_param = options >= 2;
       launch.resync = options != 2;
       fake_cuda::set_seed(key % 4);
       CHECK(launch_adam(launch, nullptr) == cudaSuccess);

@@ -23,11 +23,11 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int], rounds: int
     return c0, c1, c2, c3
 
 
-def random_bits(seed: int, param: int, begin: int, numel: int, step: int, use: int) -> np.ndarray:
-    """16 random bits for the elements [begin, begin + numel) of a parameter. ``use``: 0 for v, 1 for the parameter."""
+def random_bits(seed: int, param: int, begin: int, numel: int, step: int) -> np.ndarray:
+    """16 random bits for the elements [begin, begin + numel) of a parameter."""
     out = []
     for block in range(begin // 8, (begin + numel + 7) // 8):
-        counter = (block & 0xFFFFFFFF, block >> 32, step & 0xFFFFFFFF, 4 * param + use)
+        counter = (block & 0xFFFFFFFF, block >> 32, step & 0xFFFFFFFF, 4 * param)
         for word in philox((seed & 0xFFFFFFFF, seed >> 32), counter):
             out += [word & 0xFFFF, word >> 16]
     return np.array(out[begin % 8 : begin % 8 + numel], np.uint32)
@@ -109,7 +109,6 @@ class Row:
 @dataclass(frozen=True)
 class Rounding:
     stochastic: bool = True
-    stochastic_param: bool = False
     seed: int = 0
     param: int = 0
     begin: int = 0  # the first element's place in its parameter
@@ -130,25 +129,24 @@ def step_row(row: Row, args: Adam, rounding: Rounding) -> Row:
     new = adam_exact(weight, array_of(row.g), array_of(row.m), array_of(row.v), args, vmax)
     weight = new[0]
 
-    def stored(x: np.ndarray, dtype: torch.dtype, use: int | None = None) -> torch.Tensor:
+    def stored(x: np.ndarray, dtype: torch.dtype, *, is_random: bool = False) -> torch.Tensor:
         if dtype == torch.float16:
             return tensor_of(to_fp16(x), dtype)
         if dtype != torch.bfloat16:
             return torch.from_numpy(x)
-        if use is None:
+        if not is_random:
             return tensor_of(to_bf16(x), dtype)
-        random = random_bits(rounding.seed, rounding.param, rounding.begin, x.size, args.step, use)
+        random = random_bits(rounding.seed, rounding.param, rounding.begin, x.size, args.step)
         return tensor_of(to_bf16_stochastic(x, random), dtype)
 
     out = row.clone()
     out.m = stored(new[1], row.m.dtype)
-    out.v = stored(new[2], row.v.dtype, 0 if rounding.stochastic else None)
+    out.v = stored(new[2], row.v.dtype, is_random=rounding.stochastic)
     out.vmax = None if row.vmax is None else stored(new[3], row.vmax.dtype)
     if row.remainder is not None:
         high, low = split(weight)
         out.p, out.remainder = tensor_of(high, torch.bfloat16), tensor_of(low, torch.int16)
     else:
-        is_own = row.master is None
-        out.p = stored(weight, row.p.dtype, 1 if is_own and rounding.stochastic_param else None)
-        out.master = None if is_own else torch.from_numpy(weight)
+        out.p = stored(weight, row.p.dtype)
+        out.master = None if row.master is None else torch.from_numpy(weight)
     return out

@@ -113,7 +113,6 @@ ARGUMENTS = [
     ({"decoupled": "no"}, TypeError, r"decoupled is 'no', expected a bool"),
     ({"state_rounding": "up"}, ValueError, "state_rounding is 'up', expected 'stochastic' or 'nearest'"),
     ({"on_external_update": "error"}, ValueError, "on_external_update is 'error', expected 'ignore' or 'resync'"),
-    ({"param_rounding": 1}, ValueError, "param_rounding is 1, expected 'stochastic' or 'nearest'"),
 ]
 
 

@@ -57,7 +57,7 @@ def test_every_length_and_alignment() -> None:
             expected = after(expected, data[begin + length : begin + length + 1])
 
 
-@pytest.mark.parametrize("size", [1535, 1536, 1537, 3072, 4607, 4609, 20000])
+@pytest.mark.parametrize("size", [24575, 24576, 24577, 49152, 73727, 100_000])
 def test_blocks_side_by_side(size: int) -> None:
     data = values(size)
     assert core.crc32c(data) == after(0, data)
@@ -65,7 +65,7 @@ def test_blocks_side_by_side(size: int) -> None:
 
 def test_parts_chain_to_the_whole() -> None:
     data = values(100_000)
-    for cut in (0, 1, 1536, 16384, 50_001, 100_000):
+    for cut in (0, 1, 24576, 50_001, 100_000):
         assert core.crc32c(data[cut:], core.crc32c(data[:cut])) == core.crc32c(data)
 
 

@@ -8,7 +8,6 @@ import torch
 
 from bucketwheel.kernels import ops
 from bucketwheel.native import core
-from tests.support.reference import bits
 from tests.support.reference_rows import bits_of, join, split, tensor_of, to_bf16_stochastic
 
 
@@ -50,11 +49,6 @@ def test_stochastic_rounding_of_special_values() -> None:
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0, -1.5, 1e-40, largest], np.float32)
     x = np.tile(special, 1024)
     random = np.arange(x.size, dtype=np.uint32) * 7919 % 65536
-    v = torch.from_numpy(np.abs(x).copy()).to(torch.bfloat16)
-    p = torch.from_numpy(x.copy()).to(torch.bfloat16)
-    before, zero = p.clone(), torch.zeros(x.size, dtype=torch.bfloat16)
-    ops.adam_step([p], [zero], [zero.clone()], [v], 1, lr=0.0, param_rounding="stochastic")
-    assert torch.equal(bits(p), bits(before))
     # The kernel's own numbers are compared in test_adam_matrix.py; this is the reference they are compared with.
     got = to_bf16_stochastic(x, random).reshape(-1, special.size)
     assert (got[:, :2] == [0x7F80, 0xFF80]).all()

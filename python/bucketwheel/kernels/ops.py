@@ -45,7 +45,6 @@ def adam_step(
     decoupled: bool = True,
     maximize: bool = False,
     state_rounding: Literal["stochastic", "nearest"] = "stochastic",
-    param_rounding: Literal["nearest", "stochastic"] = "nearest",
     seed: int = 0,
     param_ids: Sequence[int] | None = None,
     on_external_update: Literal["ignore", "resync"] = "ignore",
@@ -87,8 +86,8 @@ def adam_step(
             where there is only a bfloat16 weight yet. docs/numerics.md gives the format.
         state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at
             all where 1 - beta2 < 2**-8, which is warned about once.
-        param_rounding: of bfloat16 parameters with neither master nor remainder. Rounded to nearest, they ignore
-            updates smaller than half their last place.
+            A bfloat16 parameter with neither master nor remainder is rounded to nearest even, and so ignores updates
+            smaller than half its last place.
         seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place
             in its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
 
@@ -104,10 +103,9 @@ def adam_step(
     """
     module = native()
     device = _device_of(params)
-    stochastic, stochastic_param = _ROUNDINGS.get(state_rounding), _ROUNDINGS.get(param_rounding)
-    if stochastic is None or stochastic_param is None:
-        name, value = ("state", state_rounding) if stochastic is None else ("param", param_rounding)
-        raise ValueError(f"{name}_rounding is {value!r}, expected 'stochastic' or 'nearest'")
+    if state_rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"state_rounding is {state_rounding!r}, expected 'stochastic' or 'nearest'")
+    stochastic = state_rounding == "stochastic"
     if on_external_update not in ("ignore", "resync"):
         raise ValueError(f"on_external_update is {on_external_update!r}, expected 'ignore' or 'resync'")
     try:
@@ -125,7 +123,7 @@ def adam_step(
         if not stochastic and beta2 not in _warned_of:
             _warn_of_nearest(beta2, exp_avg_sqs)
         resync = on_external_update == "resync"
-        options = _native_options(decoupled, maximize, stochastic, stochastic_param, operator.index(seed), skip, resync)
+        options = _native_options(decoupled, maximize, stochastic, operator.index(seed), skip, resync)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
             module.use_torch_threads(torch.get_num_threads())
             try:
@@ -151,9 +149,6 @@ def adam_step(
     if not isinstance(steps, int):
         written += [step for step in steps if isinstance(step, torch.Tensor)]
     increment_version(written)
-
-
-_ROUNDINGS: dict[str, bool] = {"stochastic": True, "nearest": False}  # whether it is stochastic
 
 
 # For small tensors the call is what takes the time, and most calls repeat these.

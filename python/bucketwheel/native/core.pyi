@@ -48,7 +48,6 @@ class AdamOptions:
         decoupled: bool = True,
         maximize: bool = False,
         stochastic: bool = True,
-        stochastic_param: bool = False,
         seed: int = 0,
         noop: bool = False,
         resync: bool = False,
