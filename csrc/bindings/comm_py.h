@@ -19,7 +19,7 @@
 #include "comm/host/local.h"
 #include "comm/host/shm.h"
 #include "comm/operation.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 #include "comm/peers/tie.h"
 
 namespace bucketwheel {

@@ -4,8 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -61,33 +59,11 @@ inline NcclUniqueId unique_id_of(const py::bytes& bytes) {
   return id;
 }
 
-inline void set_config(NcclConfig& config, const std::string& name, int value) {
-  const std::pair<const char*, int NcclConfig::*> fields[] = {{"blocking", &NcclConfig::blocking},
-                                                              {"cga_cluster_size", &NcclConfig::cga_cluster_size},
-                                                              {"min_ctas", &NcclConfig::min_ctas},
-                                                              {"max_ctas", &NcclConfig::max_ctas},
-                                                              {"split_share", &NcclConfig::split_share},
-                                                              {"traffic_class", &NcclConfig::traffic_class},
-                                                              {"collnet_enable", &NcclConfig::collnet_enable},
-                                                              {"cta_policy", &NcclConfig::cta_policy}};
-  std::string known;
-  for (const auto& [field, member] : fields) {
-    if (name == field) {
-      config.*member = value;
-      return;
-    }
-    known += std::string(known.empty() ? "" : ", ") + field;
-  }
-  throw ValueError("NCCL has no option '" + name + "' that can be set here: " + known + " and net_name can");
-}
-
-inline NcclOptions nccl_options(const std::map<std::string, int>& config, std::string net_name, bool registers_memory,
+inline NcclOptions nccl_options(std::optional<int> max_ctas, std::optional<int> cta_policy, bool registers_memory,
                                 PoolRef pool, bool serialises) {
   NcclOptions options;
-  for (const auto& [name, value] : config) {
-    set_config(options.config, name, value);
-  }
-  options.net_name = std::move(net_name);
+  options.config.max_ctas = max_ctas.value_or(kNcclUndefined);
+  options.config.cta_policy = cta_policy.value_or(kNcclUndefined);
   options.registers_memory = registers_memory;
   options.pool = std::move(pool);
   options.serialises = serialises;
@@ -119,8 +95,8 @@ inline void bind_nccl(py::module_& m) {
     PendingDecrefs::all().stop();
   });
   py::class_<NcclOptions>(m, "NcclOptions")
-      .def(py::init(&nccl_options), py::arg("config"), py::arg("net_name"), py::arg("registers_memory"),
-           py::arg("pool"), py::arg("serialises"))
+      .def(py::init(&nccl_options), py::arg("max_ctas").none(true), py::arg("cta_policy").none(true),
+           py::arg("registers_memory"), py::arg("pool"), py::arg("serialises"))
       .def("set_check", &set_check, py::arg("check"));
   py::class_<NcclComm, Comm, NcclComm::Ref>(m, "NcclComm")
       .def_property_readonly("has_windows", py::cpp_function(&NcclComm::has_windows, Unlocked()))

@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 #include "comm/operation.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 
 namespace bucketwheel {
 

@@ -13,8 +13,6 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
-from tests.support.bits import assert_bitwise_equal
-from tests.support.comm_cases import check_usable, data_of, expected_reduce
 from tests.support.failure_cases import (
     SOON_S,
     Error,
@@ -130,71 +128,21 @@ def test_memory_of_a_failed_operation(rank_pool):
     rank_pool(1).run(failed_and_freed, timeout_s=25)
 
 
-def in_progress(rank: int, size: int) -> None:
-    with nccl_comm("polled", options={"blocking": 0}) as (comm, script):
-        assert script.fake_nccl_last_config(b"blocking") == 0
-        for polls in (1, 50):
-            script.fake_nccl_in_progress(polls)
-            spec = (torch.float32, 1000)
-            fulls = [data_of(rank, spec, index, size * 1000) for index in range(2)]
-            shards = [torch.empty(1000) for _ in range(2)]
-            reduce_scatter(shards, fulls, comm).synchronize()
-            for index, shard in enumerate(shards):
-                assert_bitwise_equal(shard, expected_reduce(rank, size, spec, index))
-        check_usable(comm)
-
-
-def test_calls_that_go_on_in_the_background(rank_pool):
-    rank_pool(3).run(in_progress, timeout_s=25)
-
-
-def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, Facts, float]:
-    with nccl_comm("network") as (comm, script):
-        handle = None
-        if not is_idle:
-            script.fake_nccl_hang(1)
-            handle = gather(comm)[1]
-        comm.exchange(b"")
-        begin = time.monotonic()
-        if rank == 1:
-            script.fake_nccl_async_error(REMOTE_ERROR)
-        if handle is None:
-            time.sleep(1.5)  # NCCL may know of a dead peer before we do, so its own word has to wait a moment
-            handle_error = error_of(lambda: gather(comm))
-        else:
-            handle_error = error_of(handle.synchronize)
-        took_s = time.monotonic() - begin
-        assert error_of(lambda: comm.exchange(b"")) == handle_error
-        script.fake_nccl_async_error(0)
-        return handle_error, facts_of(lambda: comm.exchange(b"")), took_s
-
-
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_an_error_in_the_background(is_idle, rank_pool):
-    for rank, (error, facts, took_s) in enumerate(rank_pool(3).run(background_error, is_idle, timeout_s=25)):
-        assert error[0] == "CommError" and took_s < SOON_S
-        assert (facts["rank"], facts["nccl_code"]) == (1, REMOTE_ERROR)
-        assert (facts["op"], facts["seq"]) == (("", 0) if is_idle else ("all_gather", 1))
-        expect_prefix(error[1], rank, 3, "network")
-        assert f"{REMOTE_ERROR} " in error[1] and (rank == 1 or "rank 1" in error[1])
-
-
 # ------------------------------------------------------------------------------------------------------ what never ends
 
 LATE_S = 4.0  # the time limit, which making the communicator has too
 
 
 def never_ends(rank: int, size: int, where: str, ends_by: str) -> tuple[Error, Facts, float]:
-    """On rank 0: on the device, inside NCCL, or NCCL says for ever that the call goes on. The last rank may abort."""
-    options = {"blocking": 0} if where == "in progress" else {}
+    """On rank 0: on the device, or inside NCCL. The last rank may abort."""
     limit_s = LATE_S if ends_by == "timeout" else 30.0
-    with nccl_comm("stuck", timeout_s=limit_s, options=options) as (comm, script):
+    with nccl_comm("stuck", timeout_s=limit_s) as (comm, script):
         comm.exchange(b"")
         begin = time.monotonic()
         if rank == 0 and where == "inside":
             script.fake_nccl_hang_call(b"ncclAllGather")
         elif rank == 0:
-            script.fake_nccl_hang(1) if where == "device" else script.fake_nccl_in_progress(1 << 40)
+            script.fake_nccl_hang(1)
         elif ends_by == "abort":
             time.sleep(0.2)
             comm.abort("enough")
@@ -207,8 +155,7 @@ def never_ends(rank: int, size: int, where: str, ends_by: str) -> tuple[Error, F
     [
         *(("device", "timeout", world) for world in (1, 3)),
         *(("inside", "timeout", world) for world in (1, 2)),
-        ("in progress", "timeout", 1),
-        *((where, "abort", 2) for where in ("inside", "in progress")),
+        ("inside", "abort", 2),
     ],
 )
 def test_an_operation_that_never_ends(where, ends_by, world, rank_pool):
@@ -220,7 +167,7 @@ def test_an_operation_that_never_ends(where, ends_by, world, rank_pool):
             assert took_s < 2 + SOON_S  # a rank that is inside NCCL is given a second to come out by itself
             continue
         assert kind == "CommTimeout" and took_s < LATE_S + 2.5, (kind, text, took_s)
-        assert "timeout in all_gather" in text or (where == "in progress" and where in text), text
+        assert "timeout in all_gather" in text, text
         if where == "device":
             assert "which all ranks have issued" in text and facts["last_seqs"] == (1,) * world
 

@@ -23,7 +23,6 @@ LAUNCH = "fake_cuda_launch_host", "fake_cuda_is_captured"
 ARGUMENTS = {
     "set_launch": [ctypes.c_void_p, ctypes.c_void_p],
     "fail": [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int],
-    "in_progress": [ctypes.c_uint64],
     "hang": [ctypes.c_uint64],
     "hang_call": [ctypes.c_char_p],
     "release": [],

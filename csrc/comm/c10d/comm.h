@@ -13,7 +13,7 @@
 #include "comm/comm.h"
 #include "comm/flight.h"
 #include "comm/issue_order.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 
 namespace bucketwheel {

@@ -13,7 +13,7 @@
 #include "comm/flight.h"
 #include "comm/host/team.h"
 #include "comm/issue_order.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 
 namespace bucketwheel {

@@ -73,12 +73,12 @@ struct NcclConfig {
   size_t size_bytes = sizeof(NcclConfig);
   unsigned magic = 0xcafebeefu;
   unsigned version = kNcclOldest;
-  int blocking = kNcclUndefined;
+  int blocking = 1;  // [Note: blocking calls], session.h
   int cga_cluster_size = kNcclUndefined;
   int min_ctas = kNcclUndefined;
   int max_ctas = kNcclUndefined;
   const char* net_name = nullptr;
-  int split_share = kNcclUndefined;
+  int split_share = 0;  // shared resources would put a pair's operations in one order
   int traffic_class = kNcclUndefined;
   const char* comm_name = nullptr;
   int collnet_enable = kNcclUndefined;
@@ -208,12 +208,11 @@ struct NcclError : CommError {
 NcclError nccl_error(const NcclApi& api, NcclCall call, int result);
 [[noreturn]] void throw_nccl_absent(const NcclApi& api, NcclCall call);
 
-// `result` again. NcclError unless the call succeeded or goes on in the background (kNcclInProgress).
-inline int expect_success(const NcclApi& api, NcclCall call, int result) {
-  if (result != kNcclSuccess && result != kNcclInProgress) {
+// NcclError unless the call succeeded.
+inline void expect_success(const NcclApi& api, NcclCall call, int result) {
+  if (result != kNcclSuccess) {
     throw nccl_error(api, call, result);
   }
-  return result;
 }
 
 // DeviceError where the library has no such function.

@@ -22,7 +22,7 @@ constexpr size_t kReapEvery = 4;
 int path_of(const std::string& part) { return part == "/ag" ? 1 : 0; }
 
 NcclSettings settings_of(const NcclOptions& options, const std::string& name) {
-  return {options.config, "bw/" + name, options.net_name, options.poll};
+  return {options.config, "bw/" + name, options.poll};
 }
 
 }  // namespace
@@ -81,9 +81,7 @@ size_t NcclComm::register_pool() {
   try {
     session_->run_blocking(
         "register_pool", deadline,
-        [memory = memory_, granted, count = mine.size(), deadline] {
-          *granted = memory->register_slabs(count, deadline);
-        },
+        [memory = memory_, granted, count = mine.size()] { *granted = memory->register_slabs(count); },
         [&] {
           const bool needs_all = Clock::now() - begin > kPatience.peer;
           if (auto failure = peers_->trouble(0, [&](int) { return needs_all; }, "register_pool")) {
@@ -126,14 +124,11 @@ NcclComm::Ref NcclComm::make(const PeersRef& peers, int device, const NcclUnique
 std::pair<NcclComm::Ref, NcclComm::Ref> NcclComm::pair(const PeersRef& peers, int device, const NcclUniqueId& id,
                                                        const NcclOptions& options, Deadline deadline) {
   const Health& health = peers->health();
-  // Shared resources would put the two in one order; NCCL asks the parent's config, not the child's.
-  NcclOptions unshared = options;
-  unshared.config.split_share = 0;
   const auto gathers = NcclSession::make(nccl_api(), device, id, health.rank(), health.world(),
-                                         settings_of(unshared, health.name() + "/ag"), {true, false}, deadline);
+                                         settings_of(options, health.name() + "/ag"), {true, false}, deadline);
   std::shared_ptr<NcclSession> reduces;
   try {
-    reduces = gathers->split(0, health.rank(), settings_of(unshared, health.name() + "/rs"), {false, true}, deadline);
+    reduces = gathers->split(0, health.rank(), settings_of(options, health.name() + "/rs"), {false, true}, deadline);
   } catch (...) {
     gathers->abort();
     throw;
@@ -241,7 +236,7 @@ HandleRef NcclComm::issue(std::shared_ptr<Operation> op, IssueOptions options) {
   inflight_.enter(op, now);
   std::exception_ptr error;
   try {
-    launch_nccl(*session_, *op, stream, now + peers_->timeout());
+    launch_nccl(*session_, *op, stream);
     // Out: whoever uses inputs or outputs next waits for this.
     state->done = item.done = stream.record(options.timing);
   } catch (const std::exception& failure) {

@@ -25,7 +25,7 @@
 #include "comm/nccl/inflight.h"
 #include "comm/nccl/session.h"
 #include "comm/operation.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 #include "device/device_cuda.h"
 
@@ -33,7 +33,6 @@ namespace bucketwheel {
 
 struct NcclOptions {
   NcclConfig config;
-  std::string net_name;
   bool registers_memory = false;  // pools are of registered memory (memory.h); else `pool`
   PoolRef pool;
   bool serialises = false;  // [Note: two communicators]

@@ -37,8 +37,6 @@ bool multiplies_alone(const NcclSession& session, const Operation& op) {
   return session.world() == 1 && op.reduces() && op.reduction.op == ReduceOp::kPreMul;
 }
 
-bool goes_on(int result) { return result == kNcclSuccess || result == kNcclInProgress; }
-
 // The reductions of one operation. A factor that NCCL multiplies by is in the tensors' dtype: one operator for each.
 class Operators {
  public:
@@ -116,7 +114,7 @@ int call(const NcclSession& session, const Operation& op, const TensorPair& pair
       };
       const size_t reach = multiplies_alone(session, op) ? reach_of_one_rank(numel, size_of(shard.dtype)) : numel;
       const int result = reduce(0, reach);
-      return reach == numel || !goes_on(result) ? result : reduce(reach, numel - reach);
+      return reach == numel || result != kNcclSuccess ? result : reduce(reach, numel - reach);
     }
     case Collective::kBroadcast:
       *called = NcclCall::broadcast;
@@ -128,7 +126,7 @@ int call(const NcclSession& session, const Operation& op, const TensorPair& pair
 
 }  // namespace
 
-void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream, Deadline deadline) {
+void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream) {
   const NcclApi& nccl = session.api();
   void* const native = native_stream(stream, name_of(op.collective));
   if (session.comm() == nullptr) {
@@ -143,20 +141,16 @@ void launch_nccl(const NcclSession& session, const Operation& op, Stream& stream
   }
   int result = kNcclSuccess;
   for (const TensorPair& pair : op.pairs) {
-    if (has_elements(pair) && goes_on(result)) {
+    if (has_elements(pair) && result == kNcclSuccess) {
       result = call(session, op, pair, operators.of(pair.full.dtype), native, &called);
     }
   }
   if (is_group) {  // always closed, or the thread's next call of any communicator would be part of it
     const int ended = BW_NCCL_CALL(nccl, group_end);
-    if (goes_on(result)) {
+    if (result == kNcclSuccess) {
       called = NcclCall::group_end;
       result = ended;
     }
-  }
-  result = session.settle(result, deadline);
-  if (result == kNcclInProgress) {
-    throw CommTimeout(std::string(symbol_of(called)) + " was still in progress after the communicator's timeout");
   }
   if (result != kNcclSuccess) {
     throw nccl_error(nccl, called, result);

@@ -129,7 +129,7 @@ std::vector<size_t> NcclMemory::new_slabs() const {
   return sizes;
 }
 
-size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
+size_t NcclMemory::register_slabs(size_t count) {
   std::lock_guard ending_lock(windows_->ending);
   std::vector<Windows::Entry> fresh;
   {
@@ -143,15 +143,12 @@ size_t NcclMemory::register_slabs(size_t count, Deadline deadline) {
   size_t granted = 0;
   for (Windows::Entry& entry : fresh) {
     {
-      NcclResult<NcclWindowRef> window;
       std::lock_guard lock(session_->mutex());
       if (session_->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
-      const int result = BW_NCCL_CALL(session_->api(), comm_window_register, session_->comm(), entry.data,
-                                      entry.size_bytes, window.place(), kNcclWindowSymmetric);
-      session_->expect_settled(NcclCall::comm_window_register, result, deadline);
-      entry.window = window.take();
+      BW_NCCL_TRY(session_->api(), comm_window_register, session_->comm(), entry.data, entry.size_bytes, &entry.window,
+                  kNcclWindowSymmetric);
     }
     std::lock_guard lock(windows_->mutex);
     const auto found = std::ranges::find(windows_->entries, entry.slab, &Windows::Entry::slab);

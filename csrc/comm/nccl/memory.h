@@ -29,7 +29,7 @@ class NcclMemory final : public Upstream {
   // Collective. Makes windows of the first `count` of them. How many NCCL granted: it may refuse, on all ranks alike,
   // where GPUs cannot reach each other; those slabs stay plain memory.
   // No slab may be freed meanwhile.
-  size_t register_slabs(size_t count, Deadline deadline);
+  size_t register_slabs(size_t count);
   // Whether there are slabs, and all are in windows.
   bool is_registered() const;
   // The windows end; before the communicator does.

@@ -142,24 +142,11 @@ std::shared_ptr<NcclSession> attempt(const Waiting& waiting, const char* what, i
   throw CommTimeout(late);
 }
 
-// The strings are those of `settings`.
+// The name is that of `settings`.
 NcclConfig config_of(const NcclSettings& settings) {
   NcclConfig config = settings.config;
   config.comm_name = settings.name.c_str();
-  config.net_name = settings.net_name.empty() ? nullptr : settings.net_name.c_str();
   return config;
-}
-
-int ask(const NcclApi& api, NcclCommRef comm) {
-  int result = kNcclSuccess;
-  const int asked = BW_NCCL_CALL(api, comm_get_async_error, comm, &result);
-  return asked == kNcclSuccess ? result : asked;
-}
-
-void expect_ended(const NcclApi& api, NcclCall call, int result) {
-  if (expect_success(api, call, result) == kNcclInProgress) {
-    throw CommTimeout(std::string(symbol_of(call)) + " was still in progress at its deadline");
-  }
 }
 
 // Polls: the thread sanitizer does not see the waiting of a std::timed_mutex.
@@ -170,15 +157,6 @@ std::unique_lock<std::mutex> try_lock_until(std::mutex& mutex, Clock::time_point
     (void)lock.try_lock();
   }
   return lock;
-}
-
-// `look` says how the call goes.
-int settle_by(const std::function<int()>& look, int result, Deadline deadline) {
-  while (result == kNcclInProgress && !has_passed(deadline)) {
-    std::this_thread::sleep_for(kSessionPoll);
-    result = look();
-  }
-  return result;
 }
 
 }  // namespace
@@ -200,16 +178,15 @@ std::shared_ptr<NcclSession> NcclSession::make(const NcclApi& api, int device, c
   const Waiting waiting{deadline, kept->poll};
   return attempt(waiting, "making an NCCL communicator", device, [=, &api](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
-    NcclResult<NcclCommRef> comm;
-    const int result = BW_NCCL_CALL(api, comm_init_rank_config, comm.place(), world, id, rank, &config);
-    if (*comm.place() == nullptr) {
+    NcclCommRef comm = nullptr;
+    const int result = BW_NCCL_CALL(api, comm_init_rank_config, &comm, world, id, rank, &config);
+    if (comm == nullptr) {
       expect_success(api, NcclCall::comm_init_rank_config, result);
     }
     // Where the call failed there may be one all the same, to be aborted.
-    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, *comm.place(), rank, world, kept));
+    const std::shared_ptr<NcclSession> made(new NcclSession(api, device, comm, rank, world, kept));
     attempt.started(made);
-    made->expect_settled_unlocked(NcclCall::comm_init_rank_config, result, deadline);
-    (void)comm.take();
+    expect_success(api, NcclCall::comm_init_rank_config, result);
     made->warm_up(uses);
   });
 }
@@ -220,23 +197,19 @@ std::shared_ptr<NcclSession> NcclSession::split(int color, int key, NcclSettings
   const Waiting waiting{deadline, kept->poll};
   return attempt(waiting, "splitting an NCCL communicator", device_, [=, self = shared_from_this()](Attempt& attempt) {
     NcclConfig config = config_of(*kept);
-    NcclResult<NcclCommRef> place;
+    NcclCommRef child = nullptr;
     {
       std::lock_guard lock(self->mutex_);
       if (self->comm() == nullptr) {
         throw CommError("the communicator has ended");
       }
-      const int result = BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key,
-                                     place.place(), &config);
-      self->expect_settled(NcclCall::comm_split, result, deadline);
+      BW_NCCL_TRY(self->api_, comm_split, self->comm(), color < 0 ? kNcclSplitNoColor : color, key, &child, &config);
     }
-    NcclCommRef const child = place.take();
     if (child == nullptr) {
       return;
     }
     const std::shared_ptr<NcclSession> made(new NcclSession(self->api_, self->device_, child, 0, 1, kept));
     attempt.started(made);
-    made->expect_settled_unlocked(NcclCall::comm_split, kNcclInProgress, deadline);
     BW_NCCL_TRY(self->api_, comm_user_rank, child, &made->rank_);
     BW_NCCL_TRY(self->api_, comm_count, child, &made->world_);
     made->warm_up(uses);
@@ -256,30 +229,15 @@ NcclSession::IssueLock NcclSession::lock_to_issue_for(std::chrono::nanoseconds p
   return lock;
 }
 
-int NcclSession::settle(int result, Deadline deadline) const {
-  return settle_by([this] { return look(); }, result, deadline);
-}
-
-void NcclSession::expect_settled(NcclCall call, int result, Deadline deadline) const {
-  expect_ended(api_, call, settle(result, deadline));
-}
-
-void NcclSession::expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const {
-  const auto locked_look = [this] {
-    std::lock_guard lock(mutex_);
-    return look();
-  };
-  expect_ended(api_, call, settle_by(locked_look, result, deadline));
-}
-
-int NcclSession::look() const { return comm() == nullptr ? kNcclInternalError : ask(api_, comm()); }
-
 std::optional<NcclError> NcclSession::async_error() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || comm() == nullptr) {
     return {};
   }
-  const int error = ask(api_, comm());
+  int error = kNcclSuccess;
+  if (const int asked = BW_NCCL_CALL(api_, comm_get_async_error, comm(), &error); asked != kNcclSuccess) {
+    error = asked;
+  }
   if (error == kNcclSuccess || error == kNcclInProgress) {
     return {};
   }
@@ -334,9 +292,7 @@ void NcclSession::destroy(Deadline deadline) noexcept {
           kAbortPatience);  // whoever is inside with it, as the watchdog that asks for errors, comes out
       CudaGuard guard(self->device_);
       const RelaxedCapture relaxed;
-      int result = BW_NCCL_CALL(self->api_, comm_finalize, comm);
-      result = settle_by([&] { return ask(self->api_, comm); }, result, Clock::now() + std::chrono::seconds(60));
-      if (result == kNcclSuccess) {
+      if (BW_NCCL_CALL(self->api_, comm_finalize, comm) == kNcclSuccess) {
         (void)BW_NCCL_CALL(self->api_, comm_destroy, comm);
       } else {
         (void)BW_NCCL_CALL(self->api_, comm_abort, comm);
@@ -371,16 +327,13 @@ void NcclSession::run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& 
   const size_t count = shard_bytes / sizeof(float);
   std::unique_lock own_lock(mutex_);
   std::unique_lock lock(issue_mutex_);
-  const auto check = [&](NcclCall call, int result) { expect_success(api_, call, settle(result, std::nullopt)); };
   if (comm() != nullptr && uses.gathers) {
-    check(NcclCall::all_gather, BW_NCCL_CALL(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native));
-    check(NcclCall::broadcast, BW_NCCL_CALL(api_, broadcast, own, own, count, NcclType::kFloat32, 0, comm(), native));
+    BW_NCCL_TRY(api_, all_gather, own, full, count, NcclType::kFloat32, comm(), native);
+    BW_NCCL_TRY(api_, broadcast, own, own, count, NcclType::kFloat32, 0, comm(), native);
   }
   if (comm() != nullptr && uses.reduces) {
-    check(NcclCall::reduce_scatter,
-          BW_NCCL_CALL(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native));
-    check(NcclCall::reduce_scatter,
-          BW_NCCL_CALL(api_, reduce_scatter, full, own, 2 * count, NcclType::kBFloat16, kNcclSum, comm(), native));
+    BW_NCCL_TRY(api_, reduce_scatter, full, own, count, NcclType::kFloat32, kNcclSum, comm(), native);
+    BW_NCCL_TRY(api_, reduce_scatter, full, own, 2 * count, NcclType::kBFloat16, kNcclSum, comm(), native);
   }
   lock.unlock();
   own_lock.unlock();

@@ -1,5 +1,9 @@
-// NcclSession: one ncclComm_t, from its making under a deadline to its end. What blocks inside NCCL does so in a thread
-// that can be left behind.
+// NcclSession: one ncclComm_t, from its making under a deadline to its end.
+//
+// [Note: blocking calls] Communicators are blocking ones: a call of NCCL returns when it has ended. Calls that wait for
+// peers (making, splitting, registering, ending) run in a thread of their own, which the caller leaves behind at its
+// deadline. An operation runs in the caller's thread: the watchdog sees its deadline, and abort() makes it return.
+// Non-blocking communicators (ncclConfig_t::blocking = 0) would have each call polled until it has ended.
 #pragma once
 
 #include <atomic>
@@ -19,9 +23,8 @@
 namespace bucketwheel {
 
 struct NcclSettings {
-  NcclConfig config;                // without the strings
+  NcclConfig config;                // without the name
   std::string name;                 // in NCCL's own log
-  std::string net_name;             // empty: NCCL's choice
   std::function<void()> poll = {};  // called while make() and split() wait; what it throws ends that
 };
 
@@ -32,30 +35,6 @@ struct NcclUses {
 };
 
 class CudaBuffer;
-
-// Where NCCL puts what a call makes. Until the call has ended, which may be in the background, it may write there; so
-// the place is never freed unless somebody has seen the end.
-template <class T>
-class NcclResult {
- public:
-  NcclResult() = default;
-  ~NcclResult() {
-    if (has_ended_) {
-      delete place_;
-    }
-  }
-  NcclResult(const NcclResult&) = delete;
-  NcclResult& operator=(const NcclResult&) = delete;
-  T* place() const { return place_; }
-  T take() {
-    has_ended_ = true;
-    return *place_;
-  }
-
- private:
-  T* const place_ = new T(nullptr);
-  bool has_ended_ = false;
-};
 
 class NcclSession : public std::enable_shared_from_this<NcclSession> {
  public:
@@ -87,11 +66,6 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::unique_lock<std::mutex> lock_for(std::chrono::nanoseconds patience) const;  // mutex()'s
   // With the mutex held, while it is used; null after abort() and destroy().
   NcclCommRef comm() const { return comm_; }
-  // `result` of a call that may go on in the background (ncclInProgress, of a non-blocking communicator): waits until
-  // it has ended, and returns how. kNcclInProgress at the deadline, an error after abort(). With the mutex held.
-  int settle(int result, Deadline deadline) const;
-  // The same. NcclError when it failed; CommTimeout at the deadline.
-  void expect_settled(NcclCall call, int result, Deadline deadline) const;
   // What went wrong in the background: "6 remote process exited...", nothing while all is well or when NCCL is busy.
   std::optional<NcclError> async_error() const;
 
@@ -109,8 +83,6 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
  private:
   NcclSession(const NcclApi& api, int device, NcclCommRef comm, int rank, int world,
               std::shared_ptr<const NcclSettings> settings);
-  void expect_settled_unlocked(NcclCall call, int result, Deadline deadline) const;  // takes the lock for each look
-  int look() const;
   void warm_up(const NcclUses& uses);
   void run_once(const NcclUses& uses, size_t full_bytes, CudaBuffer& scratch, Stream& stream) const;
 

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/peers.h"
 #include "comm/peers/link.h"
+#include "comm/peers/peers.h"
 #include "comm/peers/watchdog.h"
 
 namespace bucketwheel {

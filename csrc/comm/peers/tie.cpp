@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 
 namespace bucketwheel {
 namespace {

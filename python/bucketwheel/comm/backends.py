@@ -88,7 +88,7 @@ class RankGroup:
         """The native communicator. Collective."""
         backend = "nccl" if self.backend == "auto" and device != CPU else self.backend
         if backend != "nccl" and choices != NcclChoices():
-            raise ValueError(f"max_ctas, cta_policy, registered and options are for backend 'nccl', not {backend!r}")
+            raise ValueError(f"max_ctas, cta_policy and registered are for backend 'nccl', not {backend!r}")
         if self.rendezvous is None:
             assert self.local is not None
             return _join(self.local, device, self.timeout_s, name or "local")

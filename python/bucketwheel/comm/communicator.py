@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -66,9 +66,10 @@ class Communicator:
         name: shown in messages; the same on all ranks.
         device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
             device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
-        max_ctas, cta_policy, options: NCCL's (ncclConfig_t): most blocks of a kernel; ``"default"``, ``"efficiency"`` or
-            ``"zero"`` (all-gathers by the copy engines; needs ``registered``); a dict of ``blocking``, ``min_ctas``,
-            ``cga_cluster_size``, ``traffic_class``, ``split_share``, ``collnet_enable``, ``net_name``.
+        max_ctas, cta_policy: NCCL's (ncclConfig_t): most blocks of a kernel; ``"default"``, ``"efficiency"`` or ``"zero"``
+            (all-gathers by the copy engines; needs ``registered``). Its other settings are NCCL's own environment
+            variables (``NCCL_NET``, ``NCCL_MIN_CTAS``, ``NCCL_IB_TC``, ...). ``NCCL_COMM_BLOCKING=0`` is refused: a call of
+            NCCL ends before it returns, and one that hangs is left behind in its thread at the time limit.
         registered: `pool` is memory that NCCL can register (`register_pool`). NCCL 2.27 or newer.
 
     Making one is collective. Raises `ValueError` for bad arguments, `BuildError` when CUDA is asked for and its module
@@ -94,7 +95,6 @@ class Communicator:
         max_ctas: int | None = None,
         cta_policy: str | None = None,
         registered: bool = False,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
         _expect_arguments(group, backend, timeout_s)
         _expect_name(name)
@@ -104,7 +104,7 @@ class Communicator:
         timeout_s = _limit_s(timeout_s, group, index)
         if backend == "nccl":
             _expect_cuda(index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(_expect_options(options)))
+        choices = NcclChoices(max_ctas, cta_policy, registered)
         ranks = RankGroup.of(group, backend, timeout_s)
         self._finish(ranks.make(index, name, choices), ranks, choices)
 
@@ -134,7 +134,6 @@ class Communicator:
         max_ctas: int | None = None,
         cta_policy: str | None = None,
         registered: bool = False,
-        options: Mapping[str, Any] | None = None,
     ) -> tuple[Communicator, Communicator]:
         """Two NCCL communicators over the same ranks: one for all-gathers, one for reduce-scatters, which then overlap.
 
@@ -152,11 +151,7 @@ class Communicator:
         index = device_index(device)
         _expect_cuda(index)
         timeout_s = _limit_s(timeout_s, group, index)
-        choices = NcclChoices(max_ctas, cta_policy, registered, dict(_expect_options(options)))
-        if choices.options.get("split_share"):
-            raise ValueError(
-                "split_share would make the two of a pair take turns; it is for communicators that `split`"
-            )
+        choices = NcclChoices(max_ctas, cta_policy, registered)
         ranks = RankGroup.of(group, "nccl", timeout_s)
         assert ranks.rendezvous is not None
         agreed = agreed_name(ranks.rendezvous, name)
@@ -171,8 +166,7 @@ class Communicator:
         """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
 
         New ranks are in the order of ``key``, then of the old ones. Device, options and time limit are this one's, and so is
-        the backend; ``"auto"`` looks anew, since of hosts apart those of one may share memory. Nothing else is shared,
-        unless the option ``split_share`` has NCCL share its resources.
+        the backend; ``"auto"`` looks anew, since of hosts apart those of one may share memory. Nothing else is shared.
         """
         color, key = expect_int(color, "color", "a number"), expect_int(key, "key", "a number")
         _expect_name(name)
@@ -471,12 +465,6 @@ def _limit_s(asked: float | timedelta | None, group: Any, device: int) -> float:
         asked = timeout_of(group, torch_device(device))
     seconds = seconds_of(asked)
     return min(_USUAL_S if seconds is None else seconds, _LONGEST_S)
-
-
-def _expect_options(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"options is {options!r}, expected a dict or None")
-    return options or {}
 
 
 def _expect_name(name: str | None) -> None:

@@ -7,8 +7,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,20 +60,17 @@ class NcclChoices:
     max_ctas: int | None = None
     cta_policy: str | None = None
     registered: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def native(self, device: int, *, serialises: bool = False) -> Any:
         """The native options. ValueError for what this NCCL cannot do."""
-        rest = dict(self.options)
-        net_name = str(rest.pop("net_name", ""))
         found = nccl_library.info()
-        config = {name: int(value) for name, value in rest.items()}
-        if self.max_ctas is not None:
-            config["max_ctas"] = self.max_ctas
-        if self.cta_policy is not None:
-            if self.cta_policy not in _POLICIES:
-                raise ValueError(f"cta_policy must be one of {sorted(_POLICIES)}, got {self.cta_policy!r}")
-            config["cta_policy"] = _POLICIES[self.cta_policy]
+        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+            raise ValueError(
+                "NCCL_COMM_BLOCKING=0 is not supported: calls of NCCL have to end before they return; unset it"
+            )
+        policy = None if self.cta_policy is None else _POLICIES.get(self.cta_policy)
+        if self.cta_policy is not None and policy is None:
+            raise ValueError(f"cta_policy must be one of {sorted(_POLICIES)}, got {self.cta_policy!r}")
         if self.cta_policy == "zero" and not (self.registered and found.features["zero_cta"]):
             raise ValueError(
                 "cta_policy='zero' needs registered=True and NCCL 2.28 or newer; this is "
@@ -85,7 +82,7 @@ class NcclChoices:
                 f"{nccl_library.version_text(found.version)} ({found.path})"
             )
         pool = Pool(device=torch_device(device))
-        return core.NcclOptions(config, net_name, self.registered, pool._native, serialises)
+        return core.NcclOptions(self.max_ctas, policy, self.registered, pool._native, serialises)
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ def _agree_on_nccl(setup: NcclSetup, *, has_order: bool) -> tuple[bytes, list[in
             facts["id"] = nccl_library.unique_id().hex()
 
     error = rendezvous.attempt(look)
-    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)})
+    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices))})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")

@@ -1,6 +1,6 @@
 """What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`. ``Final``: cannot be assigned to."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 class AdamArguments:
@@ -194,7 +194,7 @@ class NcclComm(Comm):
 
 class NcclOptions:
     def __init__(
-        self, config: Mapping[str, int], net_name: str | bytes, registers_memory: bool, pool: Pool, serialises: bool
+        self, max_ctas: int | None, cta_policy: int | None, registers_memory: bool, pool: Pool, serialises: bool
     ) -> None: ...
     def set_check(self, check: Any) -> None: ...
 

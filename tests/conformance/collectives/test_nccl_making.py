@@ -40,10 +40,10 @@ TIMEOUT_S = 4.0
 INTERNAL_ERROR = 3
 
 
-def make(way: str, timeout_s: float = TIMEOUT_S, **choices: Any) -> list[Communicator]:
+def make(way: str, timeout_s: float = TIMEOUT_S) -> list[Communicator]:
     if way == "pair":
-        return list(Communicator.pair(device="cuda", timeout_s=timeout_s, name="made", **choices))
-    return [Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name="made", **choices)]
+        return list(Communicator.pair(device="cuda", timeout_s=timeout_s, name="made"))
+    return [Communicator(backend="nccl", device="cuda", timeout_s=timeout_s, name="made")]
 
 
 def made_and_usable(way: str) -> None:
@@ -57,9 +57,7 @@ def made_and_usable(way: str) -> None:
 # --------------------------------------------------------------------------------------------- NCCL fails on one rank
 
 
-def one_rank_fails(
-    rank: int, size: int, way: str, function: str, hangs: bool, choices: dict[str, Any]
-) -> tuple[Error, float]:
+def one_rank_fails(rank: int, size: int, way: str, function: str, hangs: bool) -> tuple[Error, float]:
     library = script()
     with posing():
         if rank == size - 1 and hangs:
@@ -67,7 +65,7 @@ def one_rank_fails(
         elif rank == size - 1:
             library.fake_nccl_fail(function.encode(), 1, INTERNAL_ERROR)
         begin = time.monotonic()
-        error = error_of(lambda: make(way, **choices))
+        error = error_of(lambda: make(way))
         took_s = time.monotonic() - begin
     library.fake_nccl_release()
     expect_gone(library)
@@ -76,23 +74,22 @@ def one_rank_fails(
 
 
 FAILING = [
-    ("one", "ncclCommInitRankConfig", {}),
-    ("one", "ncclCommInitRankConfig", {"options": {"blocking": 0}}),
-    ("one", "ncclAllGather", {}),
-    ("pair", "ncclCommSplit", {}),
-    ("pair", "ncclReduceScatter", {}),
+    ("one", "ncclCommInitRankConfig"),
+    ("one", "ncclAllGather"),
+    ("pair", "ncclCommSplit"),
+    ("pair", "ncclReduceScatter"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("way", "function", "hangs", "choices"),
+    ("way", "function", "hangs"),
     [
-        *((way, function, hangs, choices) for way, function, choices in FAILING for hangs in (False, True)),
-        ("one", "", True, {}),  # the first operation, on the device
+        *((way, function, hangs) for way, function in FAILING for hangs in (False, True)),
+        ("one", "", True),  # the first operation, on the device
     ],
 )
-def test_a_rank_on_which_nccl_fails(way, function, choices, hangs, rank_pool):
-    results = rank_pool(2).run(one_rank_fails, way, function, hangs, choices, timeout_s=30)
+def test_a_rank_on_which_nccl_fails(way, function, hangs, rank_pool):
+    results = rank_pool(2).run(one_rank_fails, way, function, hangs, timeout_s=30)
     for error, took_s in results:
         assert error[0] in ("CommError", "CommTimeout"), error
         assert took_s < TIMEOUT_S + SOON_S

@@ -21,14 +21,6 @@ inline int enter_with(const char* function, bucketwheel::NcclCommRef handle, Com
   return bucketwheel::kNcclSuccess;
 }
 
-// Whether the communicator takes calls: no failure, nothing in progress.
-inline int check_ready(const char* function, const Comm& comm) {
-  if (comm.is_joining || comm.polls > 0) {
-    return fail(bucketwheel::kNcclInvalidArgument, std::string(function) + ": the last call is still in progress");
-  }
-  return comm.tell_error();
-}
-
 bool is_in_group();  // the calling thread
 
 // A collective call of the host: all ranks come with their notice, of which the first value says what they call.

@@ -234,13 +234,14 @@ void remove_comm(NcclCommRef handle) {
 Making::Making() { ++registry().in_making; }
 Making::~Making() { --registry().in_making; }
 
-int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms) {
+int submit(const std::vector<Issue>& issues) {
+  std::vector<CommPtr> comms;
   for (const Issue& issue : issues) {
-    if (std::find(comms->begin(), comms->end(), issue.comm) == comms->end()) {
-      comms->push_back(issue.comm);
+    if (std::find(comms.begin(), comms.end(), issue.comm) == comms.end()) {
+      comms.push_back(issue.comm);
     }
   }
-  for (const CommPtr& comm : *comms) {
+  for (const CommPtr& comm : comms) {
     if (counts_only()) {
       break;
     }

@@ -71,15 +71,12 @@ struct Comm {
   int world = 0;
   std::string name;  // of the file, which is gone
   bucketwheel::NcclConfig config;
-  std::shared_ptr<Board> board;  // null while joining
+  std::shared_ptr<Board> board;
   std::shared_ptr<Queue> queue;
-  std::thread joiner;  // of an initialisation that does not block
 
-  std::atomic<bool> is_joining{false};
   std::atomic<bool> is_aborted{false};
-  std::atomic<int> error{0};         // of work or initialisation in the background
+  std::atomic<int> error{0};         // of work
   std::string error_text;            // written before `error`, once
-  std::atomic<uint64_t> polls{0};    // that answer "in progress"
   std::atomic<uint64_t> pending{0};  // batches that were launched and are not done
   std::atomic<uint64_t> running{0};  // of these, the ones that may touch memory
 
@@ -88,7 +85,6 @@ struct Comm {
   uint64_t children = 0;
   int next_reduce = bucketwheel::kNcclAvg + 1;
   std::map<int, PreMul> reductions;
-  std::function<void()> at_last_poll;  // fills what a call that is in progress was asked for
 
   void set_error(int code, const std::string& text) {
     error_text = text;
@@ -123,8 +119,7 @@ struct Issue {
   Operation operation;
   void* stream;
 };
-// Launches what a group holds: one batch for each communicator, in the streams it was called for. 0 or an error;
-// `comms` are the communicators.
-int submit(const std::vector<Issue>& issues, std::vector<CommPtr>* comms);
+// Launches what a group holds: one batch for each communicator, in the streams it was called for. 0 or an error.
+int submit(const std::vector<Issue>& issues);
 
 }  // namespace fake_nccl

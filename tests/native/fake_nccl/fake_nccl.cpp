@@ -29,21 +29,6 @@ int in_group(int code) {
   return code;
 }
 
-// Work that goes on in the background as far as the caller can see, if the script says so.
-int maybe_in_progress(const std::vector<CommPtr>& comms) {
-  const uint64_t polls = comms.empty() ? 0 : take_in_progress_polls();
-  for (const CommPtr& comm : comms) {
-    comm->polls = polls;
-  }
-  return polls == 0 ? kNcclSuccess : kNcclInProgress;
-}
-
-int launch_group(const std::vector<Issue>& issues) {
-  std::vector<CommPtr> comms;
-  const int error = submit(issues, &comms);
-  return error != 0 ? error : maybe_in_progress(comms);
-}
-
 // Fills what only the communicator knows.
 int complete(const char* name, const Comm& comm, Operation& operation) {
   const auto refuse = [&](const std::string& why) {
@@ -82,7 +67,7 @@ int collective(const char* name, NcclCommRef handle, void* stream, Operation ope
   if (const int error = enter_with(name, handle, &comm)) {
     return in_group(error);
   }
-  if (const int error = check_ready(name, *comm)) {
+  if (const int error = comm->tell_error()) {
     return in_group(error);
   }
   if (comm->is_finalized) {
@@ -96,7 +81,7 @@ int collective(const char* name, NcclCommRef handle, void* stream, Operation ope
     group.issues.push_back({std::move(comm), operation, stream});
     return kNcclSuccess;
   }
-  return launch_group({{comm, operation, stream}});
+  return submit({{comm, operation, stream}});
 }
 
 }  // namespace
@@ -142,7 +127,7 @@ FAKE_EXPORT int ncclGroupEnd() {
   --open_groups;
   error = std::exchange(group.error, 0);
   if (error == 0) {
-    error = launch_group(group.issues);
+    error = submit(group.issues);
   }
   group.issues.clear();
   return error;
@@ -199,14 +184,6 @@ FAKE_EXPORT int ncclCommGetAsyncError(NcclCommRef handle, int* error) {
   }
   const int scripted = async_error_of_script();
   *error = scripted != 0 ? fail(scripted, "the script has an asynchronous error") : comm->tell_error();
-  if (*error == 0 && comm->is_joining) {
-    *error = kNcclInProgress;
-  } else if (*error == 0 && comm->polls > 0) {
-    *error = kNcclInProgress;
-    if (--comm->polls == 0 && comm->at_last_poll) {
-      std::exchange(comm->at_last_poll, {})();
-    }
-  }
   return kNcclSuccess;
 }
 

@@ -25,9 +25,6 @@ void fake_nccl_set_launch(int (*launch)(void* stream, void (*function)(void*), v
 // The countdown-th of the next calls (1: the next) of "ncclAllGather" ... returns `result` and is not made. A group that
 // fails to end is closed, and nothing of it is done.
 void fake_nccl_fail(const char* function, uint64_t countdown, int result);
-// The next group end or initialisation returns ncclInProgress though it was made, and ncclCommGetAsyncError of its
-// communicators says so `polls` times; until then they refuse other calls.
-void fake_nccl_in_progress(uint64_t polls);
 // The work of the countdown-th next operation never completes until its communicator is aborted.
 void fake_nccl_hang(uint64_t countdown);
 // The next call of `function` blocks the host until fake_nccl_release(), or until one of its communicators is aborted.
@@ -51,7 +48,7 @@ uint64_t fake_nccl_live_windows();
 uint64_t fake_nccl_live_bytes();      // of ncclMemAlloc
 uint64_t fake_nccl_max_concurrent();  // communicators whose work was in progress at one time, at most
 // A member of the configuration that the last communicator was made with ("max_ctas", "cta_policy", "split_share",
-// "blocking", "min_ctas", "traffic_class", "cga_cluster_size"); INT_MIN where it was not set.
+// "blocking"); INT_MIN where it was not set.
 int fake_nccl_last_config(const char* member);
 // Ends the script: nothing fails, hangs or counts from here. What is alive stays.
 void fake_nccl_reset();

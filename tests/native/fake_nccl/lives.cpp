@@ -14,21 +14,17 @@ enum Meeting : int64_t { kSplit = 1, kFinalize, kDestroy };
 
 std::string wrong_with(const NcclConfig& config) {
   const auto is_set = [](int value) { return value != kNcclUndefined; };
-  const auto is_flag = [&](int value) { return !is_set(value) || value == 0 || value == 1; };
   if (config.magic != NcclConfig().magic || config.size_bytes < sizeof(NcclConfig)) {
     return "the configuration was not initialised";
   }
   if (config.version < 22700) {
     return "the configuration is of an older version than the members that it has";
   }
-  if (!is_flag(config.blocking) || !is_flag(config.split_share) || !is_flag(config.collnet_enable)) {
-    return "blocking, splitShare and collnetEnable are 0 or 1";
+  if (config.blocking != 1 || config.split_share != 0) {
+    return "the fake's communicators are blocking ones, and share nothing";
   }
-  const bool has_bad_ctas = (is_set(config.min_ctas) && config.min_ctas <= 0) ||
-                            (is_set(config.max_ctas) && config.max_ctas <= 0) ||
-                            (is_set(config.min_ctas) && is_set(config.max_ctas) && config.min_ctas > config.max_ctas);
-  if (has_bad_ctas) {
-    return "minCTAs and maxCTAs are positive and in order";
+  if (is_set(config.max_ctas) && config.max_ctas <= 0) {
+    return "maxCTAs is positive";
   }
   const int last_policy = version() >= 22800 ? kNcclCtaPolicyZero : kNcclCtaPolicyEfficiency;
   if (is_set(config.cta_policy) && (config.cta_policy < 0 || config.cta_policy > last_policy)) {
@@ -37,39 +33,23 @@ std::string wrong_with(const NcclConfig& config) {
   return "";
 }
 
-// The end of every initialisation. `queue`: of the parent that the child shares it with, or null.
-int make_comm(const std::string& name, int rank, int world, const NcclConfig& config, std::shared_ptr<Queue> queue,
-              NcclCommRef* to) {
+// The end of every initialisation.
+int make_comm(const std::string& name, int rank, int world, const NcclConfig& config, NcclCommRef* to) {
   note_config(config);
   auto comm = std::make_shared<Comm>();
   comm->rank = rank;
   comm->world = world;
   comm->name = name;
   comm->config = config;
-  comm->queue = queue != nullptr ? std::move(queue) : std::make_shared<Queue>();
-  if (config.blocking == 0) {
-    comm->is_joining = true;
-    comm->joiner = std::thread([comm = comm.get()] {  // joined before the communicator ends
-      int error = 0;
-      const auto is_stopped = [comm] { return comm->is_aborted.load(); };
-      comm->board = Board::join(comm->name, comm->rank, comm->world, is_stopped, &error);
-      if (error != 0) {
-        comm->set_error(error, ncclGetLastError(nullptr));  // this thread's
-      }
-      comm->is_joining = false;
-    });
-    *to = add_comm(comm);
-    return kNcclInProgress;
-  }
+  comm->queue = std::make_shared<Queue>();
   int error = 0;
   const auto is_stopped = [before = releases()] { return releases() != before; };
   comm->board = Board::join(name, rank, world, is_stopped, &error);
   if (comm->board == nullptr) {
     return error;
   }
-  comm->polls = take_in_progress_polls();
   *to = add_comm(comm);
-  return comm->polls == 0 ? kNcclSuccess : kNcclInProgress;
+  return kNcclSuccess;
 }
 
 int refuse_group(const char* function) {
@@ -87,10 +67,7 @@ void stop(Comm& comm, std::atomic<bool>& flag) {
   wait_until([&] { return comm.running == 0; }, [] { return false; });
 }
 
-void end(NcclCommRef handle, Comm& comm) {
-  if (comm.joiner.joinable()) {
-    comm.joiner.join();
-  }
+void end(NcclCommRef handle) {
   drop_windows(handle);
   remove_comm(handle);
 }
@@ -148,7 +125,7 @@ FAKE_EXPORT int ncclCommInitRankConfig(NcclCommRef* comm, int world, NcclUniqueI
   if (const int error = check_config("ncclCommInitRankConfig", config)) {
     return error;
   }
-  return make_comm(name, rank, world, config == nullptr ? NcclConfig() : *config, nullptr, comm);
+  return make_comm(name, rank, world, config == nullptr ? NcclConfig() : *config, comm);
 }
 
 FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRef* child, NcclConfig* config) {
@@ -157,7 +134,7 @@ FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRe
   if (const int error = enter_with("ncclCommSplit", handle, &comm)) {
     return error;
   }
-  if (const int error = check_ready("ncclCommSplit", *comm)) {
+  if (const int error = comm->tell_error()) {
     return error;
   }
   if (const int error = refuse_group("ncclCommSplit")) {
@@ -186,9 +163,7 @@ FAKE_EXPORT int ncclCommSplit(NcclCommRef handle, int color, int key, NcclCommRe
       rank += notice.values[2] < key || (notice.values[2] == key && peer < comm->rank) ? 1 : 0;
     }
   }
-  const NcclConfig made = config == nullptr ? comm->config : *config;
-  const bool shares = comm->config.split_share == 1;  // what the parent was made with
-  return make_comm(name, rank, world, made, shares ? comm->queue : nullptr, child);
+  return make_comm(name, rank, world, config == nullptr ? comm->config : *config, child);
 }
 
 FAKE_EXPORT int ncclCommFinalize(NcclCommRef handle) {
@@ -196,7 +171,7 @@ FAKE_EXPORT int ncclCommFinalize(NcclCommRef handle) {
   if (const int error = enter_with("ncclCommFinalize", handle, &comm)) {
     return error;
   }
-  if (const int error = check_ready("ncclCommFinalize", *comm)) {
+  if (const int error = comm->tell_error()) {
     return error;
   }
   if (comm->is_finalized) {
@@ -215,15 +190,12 @@ FAKE_EXPORT int ncclCommDestroy(NcclCommRef handle) {
   if (const int error = enter_with("ncclCommDestroy", handle, &comm)) {
     return error;
   }
-  if (comm->joiner.joinable()) {
-    comm->joiner.join();
-  }
   wait_until([&] { return comm->pending == 0; }, [&] { return comm->is_aborted || comm->error != 0; });
   if (!comm->is_finalized && !comm->is_aborted && comm->error == 0) {
     int ignored = 0;  // what others call does not keep this rank from going
     meet(*comm, "ncclCommDestroy", {{kDestroy}}, &ignored);
   }
-  end(handle, *comm);
+  end(handle);
   return kNcclSuccess;
 }
 
@@ -234,7 +206,7 @@ FAKE_EXPORT int ncclCommAbort(NcclCommRef handle) {
     return error;
   }
   stop(*comm, comm->is_aborted);
-  end(handle, *comm);
+  end(handle);
   return kNcclSuccess;
 }
 

@@ -68,7 +68,6 @@ struct Script {
   NcclConfig config;
 
   std::atomic<uint64_t> hang_countdown{0};
-  std::atomic<uint64_t> polls{0};
   std::atomic<int (*)(void*, void (*)(void*), void*)> launch{nullptr};
   std::atomic<int (*)(void*)> is_capturing{nullptr};
 
@@ -147,7 +146,6 @@ bool next_operation_hangs() {
   }
   return --script().hang_countdown == 0;
 }
-uint64_t take_in_progress_polls() { return script().polls == 0 ? 0 : script().polls.exchange(0); }
 int async_error_of_script() { return script().async_error; }
 bool are_windows_null() { return script().are_windows_null; }
 int version() {
@@ -160,7 +158,7 @@ int version() {
 void note_config(const NcclConfig& config) {
   std::lock_guard lock(script().mutex);
   script().config = config;
-  script().config.net_name = script().config.comm_name = nullptr;
+  script().config.comm_name = nullptr;
 }
 
 InProgress::InProgress() {
@@ -199,7 +197,6 @@ FAKE_EXPORT void fake_nccl_fail(const char* function, uint64_t countdown, int re
   script().failures.push_back({function, countdown, result});
   script().has_plans = true;
 }
-FAKE_EXPORT void fake_nccl_in_progress(uint64_t polls) { script().polls = polls; }
 FAKE_EXPORT void fake_nccl_hang(uint64_t countdown) { script().hang_countdown = countdown; }
 FAKE_EXPORT void fake_nccl_hang_call(const char* function) {
   std::lock_guard lock(script().mutex);
@@ -218,11 +215,10 @@ FAKE_EXPORT uint64_t fake_nccl_max_concurrent() { return script().max_in_progres
 FAKE_EXPORT int fake_nccl_last_config(const char* member) {
   std::lock_guard lock(script().mutex);
   const NcclConfig& config = script().config;
-  const std::map<std::string, int> members = {
-      {"blocking", config.blocking},       {"cga_cluster_size", config.cga_cluster_size},
-      {"min_ctas", config.min_ctas},       {"max_ctas", config.max_ctas},
-      {"split_share", config.split_share}, {"traffic_class", config.traffic_class},
-      {"cta_policy", config.cta_policy}};
+  const std::map<std::string, int> members = {{"blocking", config.blocking},
+                                              {"max_ctas", config.max_ctas},
+                                              {"split_share", config.split_share},
+                                              {"cta_policy", config.cta_policy}};
   const auto found = members.find(member);
   return found == members.end() ? bucketwheel::kNcclUndefined : found->second;
 }
@@ -234,7 +230,6 @@ FAKE_EXPORT void fake_nccl_reset() {
   script().has_plans = false;
   ++script().releases;
   script().hang_countdown = 0;
-  script().polls = 0;
   script().last_error.clear();
   fake_nccl::text_of_thread.clear();
   script().async_error = 0;

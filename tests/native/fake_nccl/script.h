@@ -46,7 +46,6 @@ int fail(int code, const std::string& text);
 
 uint64_t releases();  // calls of fake_nccl_release() and fake_nccl_reset() so far
 bool next_operation_hangs();
-uint64_t take_in_progress_polls();  // of the next group end or initialisation; 0: it is over when it returns
 int async_error_of_script();
 bool are_windows_null();
 int version();

@@ -148,7 +148,7 @@ FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t si
   if (const int error = enter_with("ncclCommWindowRegister", handle, &comm)) {
     return error;
   }
-  if (const int error = check_ready("ncclCommWindowRegister", *comm)) {
+  if (const int error = comm->tell_error()) {
     return error;
   }
   const auto begin = reinterpret_cast<uintptr_t>(data);
@@ -169,14 +169,8 @@ FAKE_EXPORT int ncclCommWindowRegister(NcclCommRef handle, void* data, size_t si
                                             std::to_string(other) + " on rank " + std::to_string(rank));
     }
   }
-  auto* const made = are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes}));
-  comm->polls = take_in_progress_polls();
-  if (comm->polls == 0) {
-    *window = made;
-    return kNcclSuccess;
-  }
-  comm->at_last_poll = [window, made] { *window = made; };
-  return kNcclInProgress;
+  *window = are_windows_null() ? nullptr : reinterpret_cast<NcclWindowRef>(add({handle, begin, size_bytes}));
+  return kNcclSuccess;
 }
 FAKE_EXPORT int ncclCommWindowDeregister(NcclCommRef handle, NcclWindowRef window) {
   CommPtr comm;

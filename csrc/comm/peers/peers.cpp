@@ -1,4 +1,4 @@
-#include "comm/peers.h"
+#include "comm/peers/peers.h"
 
 #include <algorithm>
 #include <optional>
