@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.live import HostRows, ShardedOptimizer
 from bucketwheel.device import buffer_of
-from bucketwheel.layout.packing import Segment
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 
 __all__ = ["Record", "ShardCopy", "ShardLayout"]
@@ -62,8 +60,8 @@ class ShardLayout:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.rank = int(given["rank"])
         self.amsgrad, self._resync = bool(given["amsgrad"]), bool(given["resync"])
-        # Of each row of the kernel: the space, the group and the segment.
-        self.rows = [(space, group, Segment(*segment)) for space, group, *segment in given["rows"]]
+        # Each row of the kernel: its space and group, its parameter, its begin in this, in the space, and its numel.
+        self.rows: list[tuple[int, int, int, int, int, int]] = [tuple(row) for row in given["rows"]]
         self.mirror, self.record = _Regions(given["mirror"]), _Regions(given["record"])
 
     @classmethod
@@ -79,9 +77,9 @@ class ShardLayout:
         given: dict[str, Any] = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync}
         given |= {"names": [info.name for info in memory.infos], "mirror": mirror, "record": record}
         given["rows"] = [
-            (number, memory.infos[s.param].group, *astuple(s))
+            (number, memory.infos[row[0]].group, *row)
             for number, space in enumerate(memory.spaces)
-            for s in space.segments
+            for row in space.rows
         ]
         return cls(json.dumps(given))
 
@@ -104,15 +102,11 @@ class ShardLayout:
         """What steps a mirror, without gradients."""
         tensors = self.mirror.tensors(mirror)
         rows = optimizer._host_rows(tensors.pop("steps"), amsgrad=self.amsgrad, resync=self._resync)
-        for space, group, s in self.rows:
+        for space, group, param, param_begin, begin, numel in self.rows:
             of_space = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{space}.")}
-            cut = {name.split(".")[1]: _cut(whole, s) for name, whole in of_space.items()}
-            rows.add(s.param, group, cut.pop("param"), None, cut, param_begin=s.param_begin)
+            cut = {name.split(".")[1]: whole[begin : begin + numel] for name, whole in of_space.items()}
+            rows.add(param, group, cut.pop("param"), None, cut, param_begin=param_begin)
         return rows
-
-
-def _cut(whole: Tensor, segment: Segment) -> Tensor:
-    return whole[segment.shard_begin : segment.shard_begin + segment.numel]
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -126,7 +120,9 @@ class Record:
         self.memory = memory
         self._layout = layout
         self._tensors = layout.record.tensors(memory)
-        self.grads = [_cut(self._tensors[f"{space}.grad"], s) for space, _, s in layout.rows]  # of each row
+        self.grads = [  # of each row
+            self._tensors[f"{space}.grad"][begin : begin + numel] for space, _, _, _, begin, numel in layout.rows
+        ]
         # Written by the host without torch: in a call of torch another thread may take the interpreter.
         self._host = {name: buffer_of(self._tensors[name]) for name in ("scalars", "factors", "used")}
 
@@ -156,7 +152,8 @@ class Record:
                 self._tensors[f"{number}.grad"].copy_(space.grad, non_blocking=True)
         if given.grads is not None:
             pairs = [
-                (part, given.grads[s.param]) for part, (_, _, s) in zip(self.grads, self._layout.rows, strict=True)
+                (part, given.grads[param])
+                for part, (_, _, param, *_) in zip(self.grads, self._layout.rows, strict=True)
             ]
             found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
             if found:

@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.packing import Segment
 
 __all__ = ["ShardMemory", "ShardSpace", "StepInputs"]
 
 
 @dataclass(frozen=True)
 class ShardSpace:
-    """``pieces``: 1-D tensors, of "param" and of each state. ``segments``: the parts of parameters, each with the parameter's
-    index and its place in the space (``shard_begin``). ``grad``: the gradient shard, 1-D, where there is one; None:
+    """``pieces``: 1-D tensors, of "param" and of each state. ``rows``: the parts of parameters: the parameter's
+    index, the part's begin in it and in the space, its number of elements. ``grad``: the gradient shard, 1-D, where there is one; None:
     gradients come with the step (`StepInputs`)."""
 
     numel: int
     pieces: dict[str, list[Tensor]]
-    segments: list[Segment]
+    rows: list[tuple[int, int, int, int]]
     grad_dtype: torch.dtype
     grad: Tensor | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -123,9 +122,11 @@ class Space:
         owned = [(b.begin + self.rank * b.shard_numel, b.shard_numel) for b in self.packing.buckets]
         values = [self.flat.flat.narrow(0, begin, numel) for begin, numel in owned]
         pieces = {"param": values, **{name: [shard] for name, shard in self.states.items()}}
-        found = [replace(s, param=self.indices[s.param]) for s in self.packing.segments(self.rank)]
-        segments = [s for s in found if s.param >= 0]
-        return ShardSpace(self.packing.shard_numel, pieces, segments, self.grad.dtype, self.grad)
+        found = [
+            (self.indices[s.param], s.param_begin, s.shard_begin, s.numel) for s in self.packing.segments(self.rank)
+        ]
+        rows = [row for row in found if row[0] >= 0]
+        return ShardSpace(self.packing.shard_numel, pieces, rows, self.grad.dtype, self.grad)
 
     def read_masters(self, *, whole: bool = False) -> None:
         """`follow_param`, or `take_param`, for this rank's part of all parameters."""

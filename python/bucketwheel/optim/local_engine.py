@@ -23,7 +23,6 @@ from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
 from bucketwheel.layout.masters import follow_param, take_param
-from bucketwheel.layout.packing import Segment
 from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.layout.shard_memory import ShardMemory, ShardSpace, StepInputs
 from bucketwheel.native import core
@@ -345,16 +344,16 @@ class LocalEngine:
         spaces: list[ShardSpace] = []
         for dtype in dict.fromkeys(info.dtype for info in self.infos):
             pieces: dict[str, list[Tensor]] = {}
-            segments: list[Segment] = []
+            rows: list[tuple[int, int, int, int]] = []
             at = 0
             for info in (info for info in self.infos if info.dtype == dtype):
                 numel = info.param.numel()
                 for name, tensor in {"param": info.param.detach(), **self.states[info.index]}.items():
                     pieces.setdefault(name, []).append(tensor.as_strided((numel,), (1,)))
-                segments.append(Segment(info.index, 0, 0, at, at, numel))
+                rows.append((info.index, 0, at, numel))
                 at += numel
             grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-            spaces.append(ShardSpace(at, pieces, segments, grad_dtype))
+            spaces.append(ShardSpace(at, pieces, rows, grad_dtype))
         written = [info.param for info in self.infos] + [self.steps]
         written += [tensor for state in self.states for tensor in state.values()]
         return ShardMemory(spaces, self.infos, self.steps, written, self.precision.amsgrad, self._edits.resync)
