@@ -69,17 +69,6 @@ class Device:
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
-    def free_bytes(self) -> int:
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info()[0])
-
-    @contextmanager
-    def full(self, left_bytes: int) -> Iterator[None]:
-        """Inside, about ``left_bytes`` of the device's memory are free."""
-        taken = torch.empty(max(0, self.free_bytes() - left_bytes), dtype=torch.uint8, device=self.tensors)
-        yield
-        del taken
-
     # ---- time and order
 
     def hold(self, seconds: float) -> None:
@@ -179,15 +168,6 @@ class SimulatedDevice(Device):
 
     def total_bytes(self) -> int:
         return 1 << 40  # of tests/native/fake_cuda
-
-    def free_bytes(self) -> int:
-        return self.total_bytes() - int(load()[1].fake_cuda_allocated_bytes())
-
-    @contextmanager
-    def full(self, left_bytes: int) -> Iterator[None]:
-        load()[1].fake_cuda_set_capacity(self.total_bytes() - self.free_bytes() + left_bytes)
-        yield
-        load()[1].fake_cuda_set_capacity(self.total_bytes())
 
     def hold(self, seconds: float) -> None:
         pass
