@@ -13,6 +13,7 @@ def output_of(name: str, ranks: int) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_gather_while_computing():
     output = output_of("gather_while_computing.py", 3)
     found = re.search(r"sum (\d+), expected (\d+)", output)
@@ -26,6 +27,7 @@ def test_collectives_agree_with_the_whole_computation():
     assert sorted(rank for rank, _ in found) == ["0", "1"] and all(float(d) < 1e-5 for _, d in found), found
 
 
+@pytest.mark.slow
 def test_zero1_by_hand_learns():
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", output_of("zero1_by_hand.py", 2))]
     assert len(losses) == 6 and losses[-1] < 0.5 * losses[0], losses

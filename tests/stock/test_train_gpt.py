@@ -67,6 +67,7 @@ def test_bf16_parameters_train(tmp_path):
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_fall_is_an_error(tmp_path):
     code, output = launch(tmp_path, 0, "--lr", "0")
     assert code == 1, output

@@ -50,6 +50,7 @@ def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
     assert "broken: the native module is not built yet, and BW_JIT=0" in run(tree, status=2, BW_JIT="0")
 
 
+@pytest.mark.slow
 def test_build(tree: TinyTree) -> None:
     text = run(tree, "--build", "cpu", "--build", "cuda", status=1, driver="NVIDIA H200, 8.0")
     assert "2.28.9, the system (/tiny/libnccl.so.2)" in text and len(tree.compiled()) == 4

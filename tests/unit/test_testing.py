@@ -17,6 +17,7 @@ from bucketwheel import testing
 from bucketwheel.testing import RankFailed, run_threads
 from tests.support import ranks
 from tests.support.bits import assert_bitwise_equal
+from tests.support.requirements import slow_case
 
 both = pytest.mark.parametrize("run", [testing.run_ranks, ranks.run_ranks], ids=["fresh", "forked"])
 
@@ -66,17 +67,23 @@ def test_results_come_by_rank_with_a_process_group(run):
     assert run(all_reduce_rank, 3, 10) == [(rank, 3, 33) for rank in range(3)]
 
 
-@both
+SAYS = {
+    "raises": r"(.|\n)*in misbehaves(.|\n)*planted",
+    "hangs": r"(.|\n)*planted_wait",
+    "crashes": r"died: (.|\n)*Segmentation fault(.|\n)*misbehaves",
+}
+
+
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("run", "how"),
     [
-        ("raises", r"(.|\n)*in misbehaves(.|\n)*planted"),
-        ("hangs", r"(.|\n)*planted_wait"),
-        ("crashes", r"died: (.|\n)*Segmentation fault(.|\n)*misbehaves"),
+        *((ranks.run_ranks, how) for how in SAYS),
+        (testing.run_ranks, "raises"),
+        *(slow_case(testing.run_ranks, how) for how in ("hangs", "crashes")),
     ],
 )
-def test_a_failed_rank_is_reported_and_the_others_results(run, how, says):
-    with pytest.raises(RankFailed, match=f"rank 1/2: {says}") as caught:
+def test_a_failed_rank_is_reported_and_the_others_results(run, how):
+    with pytest.raises(RankFailed, match=f"rank 1/2: {SAYS[how]}") as caught:
         run(misbehaves, 2, how, timeout_s=2.0, backend=None)
     assert list(caught.value.failures) == [1] and list(caught.value.results) == [0]
     assert wait_until(lambda: not is_alive(caught.value.results[0]))

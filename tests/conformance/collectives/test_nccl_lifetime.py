@@ -54,11 +54,6 @@ def one_closes_first(rank: int, size: int) -> bytes:
     return b"".join(payloads)
 
 
-def test_a_rank_that_closes_in_order_is_no_failure(tmp_path):
-    with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
-        assert pool.run(one_closes_first, timeout_s=25) == [bytes([0, 1])] * 2
-
-
 def flies(rank: int, size: int) -> None:
     with nccl_comm("box", timeout_s=4) as (comm, library):
         gather(comm)[1].synchronize()
@@ -69,7 +64,9 @@ def flies(rank: int, size: int) -> None:
 
 
 def test_every_rank_writes_its_last_operations(tmp_path):
+    """But where one only closes in order."""
     with fresh_ranks(2, BW_TRACE_DIR=str(tmp_path)) as pool:
+        assert pool.run(one_closes_first, timeout_s=25) == [bytes([0, 1])] * 2
         pool.run(flies)
     for rank in range(2):
         record = read_flight(tmp_path, "box", rank)
@@ -144,7 +141,7 @@ def many(rank: int, size: int) -> None:
             cycle()
         expect_gone(library)
         before = held()
-        for _ in range(60):
+        for _ in range(20):
             cycle()
         expect_gone(library)
         assert still_held(before) == ""

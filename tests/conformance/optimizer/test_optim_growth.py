@@ -131,6 +131,7 @@ def grow_in_a_process(rank: int, world: int, steps: int) -> Growth:
         return equal_steps(comm, steps, {})
 
 
+@pytest.mark.slow
 def test_steps_over_processes_without_growth(rank_pool: Any) -> None:
     """Files, mappings and threads of a process of its own, over shared memory."""
     rank_pool(2).run(grow_in_a_process, 320, timeout_s=60)[0].expect_none(objects=20, high_water=1.0)
