@@ -18,7 +18,7 @@ from tests.support.requirements import slow_case
 pytestmark = pytest.mark.dist
 SCRIPT = Path(lifecycle.__file__)
 ROOT = SCRIPT.parents[2]
-SOME_EXITS = ["in_flight", "peer_dies"]
+SOME_EXITS = ["in_flight"]
 
 
 def run(*words: str, launcher: tuple[str, ...] = (), timeout_s: float = 100) -> list[Any]:

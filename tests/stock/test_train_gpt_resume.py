@@ -10,7 +10,6 @@ import torch
 
 import bucketwheel as bw
 from tests.support.example_runs import EXAMPLES, run_example
-from tests.support.requirements import slow_case
 
 # 7 sequences divide evenly among no two or three ranks.
 TINY = (
@@ -94,7 +93,8 @@ def expect_close(found: dict, expected: dict) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, slow_case(0), slow_case(1), slow_case(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", range(4))
 def test_a_killed_training_resumes_on_any_number_of_ranks(straight, killed, outcome, tmp_path, ranks):
     shutil.copytree(killed / "checkpoint", tmp_path / "checkpoint")
     begin = outcome(tmp_path / "checkpoint")[0]["step"]

@@ -101,7 +101,7 @@ def test_a_pool_keeps_its_ranks_until_one_dies():
 
 @pytest.mark.parametrize(
     ("module", "ending"),
-    [("bucketwheel.testing", "timeout"), ("bucketwheel.testing", "killed"), ("tests.support.ranks", "killed")],
+    [("bucketwheel.testing", "timeout"), ("bucketwheel.testing", "killed"), slow_case("tests.support.ranks", "killed")],
 )
 def test_nothing_is_left_behind_not_even_what_a_rank_started(tmp_path, module, ending):
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import run_ranks\n"
