@@ -19,6 +19,7 @@ from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, loss_of, make_params, on_ranks, share
 from tests.support.replica_ranks import with_replicas
+from tests.support.requirements import slow_case
 from tests.support.simulated_cuda import posing
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -84,8 +85,12 @@ def eventful_step(loop: Loop, seed: int) -> None:
 
 
 WORLDS = (None, 1, 2, 3)
-# Each precision at two of the worlds, and each world with nearly half of the precisions.
-PAIRS = [(name, WORLDS[(i + k) % 4]) for i, name in enumerate(PRECISIONS) for k in (0, 2)]
+# Each precision at two of the worlds, at one of them by default, and each world with nearly half of the precisions.
+PAIRS = [
+    case(name, WORLDS[(i + k) % 4])
+    for i, name in enumerate(PRECISIONS)
+    for case, k in ((pytest.param, 0), (slow_case, 2))
+]
 
 
 @pytest.mark.parametrize("name, world", PAIRS)

@@ -22,6 +22,7 @@ from bucketwheel.checkpoint.snapshots import Snapshots
 from tests.conformance.optimizer.test_snapshots import BF16, F32, Loop, add_group, eventful_step, write_state
 from tests.support.bits import assert_bitwise_equal
 from tests.support.ranks import run_ranks
+from tests.support.requirements import slow_case
 
 
 class Apart(Loop):
@@ -58,7 +59,7 @@ def followed(rank: int, world: int) -> None:
     loop.opt.close()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [slow_case(2), 3])
 def test_a_neighbour_has_the_bits_of_the_shard(world: int) -> None:
     run_ranks(followed, world, timeout_s=90)
 
@@ -112,7 +113,7 @@ def without_room(rank: int, world: int, folder: str) -> None:
     loop.opt.close()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow_case(3)])
 def test_a_first_copy_without_room_fails_at_once_on_all(world: int, tmp_path: Path) -> None:
     run_ranks(without_room, world, str(tmp_path / "f"), timeout_s=60)
     assert not os.listdir(tmp_path / "f")
@@ -192,7 +193,14 @@ def survives(rank: int, world: int, folder: str, lost: int, dies_at: int, moment
 
 
 @pytest.mark.parametrize(
-    "world, lost, moment", [(2, 0, "backward"), (2, 1, "step"), (3, 1, "step"), (5, 1, "behind"), (3, 2, "renumbered")]
+    "world, lost, moment",
+    [
+        (2, 0, "backward"),
+        (3, 1, "step"),
+        (3, 2, "renumbered"),
+        slow_case(2, 1, "step"),
+        slow_case(5, 1, "behind"),
+    ],
 )
 def test_survivors_go_on_with_a_replacement(world: int, lost: int, moment: str, tmp_path: Path) -> None:
     results = run_ranks(
@@ -231,7 +239,7 @@ def resumed(rank: int, world: int, folder: str, steps: int) -> Any:
     return step, values(loop)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [slow_case(1), slow_case(2), 3])
 def test_a_job_that_was_killed_goes_on_from_files(world: int, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     run_ranks(killed, world, str(folder), timeout_s=60, expect_dead=range(world))
