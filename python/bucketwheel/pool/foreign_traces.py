@@ -72,14 +72,11 @@ def from_snapshot(path: str | Path, device: int | None = None) -> Trace:
     busy = [index for index, entries in enumerate(traces) if entries]
     if device is None and len(busy) == 1:
         device = busy[0]
+    if not busy:
+        raise ValueError(f"{path}: no device has events: torch.cuda.memory._record_memory_history() was not called")
     if device not in busy:
-        hint = (
-            f"choose one of {busy} with --device"
-            if busy
-            else "torch.cuda.memory._record_memory_history() was not called"
-        )
-        which = "several devices have events" if device is None and busy else f"the events of device {device}"
-        raise ValueError(f"{path}: {which}: {hint}")
+        which = "several devices have events" if device is None else f"the events of device {device}"
+        raise ValueError(f"{path}: {which}: choose one of {busy} with --device")
     blocks = _Blocks()
     for at, entry in enumerate(traces[device]):
         blocks.take(entry, f"{path}, entry {at} of device {device}")

@@ -11,11 +11,12 @@ A *key* names a buffer that has one offset, whenever it is live; it is live in h
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from bucketwheel.errors import expect_int
@@ -228,25 +229,23 @@ class _Owners:
     """Who had which bytes last."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = [0]
-        self._owners: list[Any] = [None]
+        self._held: list[tuple[int, Any]] = [(0, None)]  # where each range begins, and its owner
         self.ranges: Counter[Any] = Counter([None])  # of each owner
 
     def take(self, begin: int, end: int, owner: Any) -> list[Any]:
         """Gives [begin, end), which is not empty, to ``owner``. Returns who had any of it."""
         first, last = self._cut(begin), self._cut(end)
-        before = self._owners[first:last]
-        self._begins[first:last], self._owners[first:last] = [begin], [owner]
+        before = [one for _, one in self._held[first:last]]
+        self._held[first:last] = [(begin, owner)]
         self.ranges.subtract(before)
         self.ranges[owner] += 1
         return [one for one in dict.fromkeys(before) if one is not None]
 
     def _cut(self, at: int) -> int:
         """The index of the range that begins at ``at``."""
-        index = bisect_right(self._begins, at) - 1
-        if self._begins[index] != at:
-            index += 1
-            self._begins.insert(index, at)
-            self._owners.insert(index, self._owners[index - 1])
-            self.ranges[self._owners[index]] += 1
+        index = bisect_left(self._held, at, key=itemgetter(0))
+        if index == len(self._held) or self._held[index][0] != at:
+            owner = self._held[index - 1][1]
+            self._held.insert(index, (at, owner))
+            self.ranges[owner] += 1
         return index

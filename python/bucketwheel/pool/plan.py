@@ -65,9 +65,8 @@ class Plan:
         found = place(asked[0], asked[1], streams=asked[2], align=align, effort=effort)
         plan = cls(name, sizes, dict(intervals), tuple(order), found, align, frozenset(outlives), keys)
         if max_bytes is not None and found.total_bytes > max_bytes:
-            raise BudgetTooSmall(
-                f"plan {name!r} needs {found.total_bytes:,} bytes and may have {max_bytes:,}; {plan._peak_text()}"
-            )
+            needs = f"needs {found.total_bytes:,} bytes and may have {max_bytes:,}"
+            raise BudgetTooSmall(f"plan {name!r} {needs}; {plan._peak_text()}")
         return plan
 
     @property
@@ -136,11 +135,9 @@ class Plan:
         totals = {"memory for each key": separate}
         keys = self.keys if count <= MANY_LIFETIMES else None
         for name, policy in POLICIES.items():
-            found = policy(self.sizes, self.intervals, keys=keys, align=self.align)
-            if found is not None:
+            if found := policy(self.sizes, self.intervals, keys=keys, align=self.align):
                 totals[name] = found.total_bytes
-        for name, total in totals.items():
-            lines.append(f"{name}: {total:,} bytes, {total - self.total_bytes:,} more")
+        lines += [f"{name}: {total:,} bytes, {total - self.total_bytes:,} more" for name, total in totals.items()]
         return "\n".join(lines)
 
     def to_native(self) -> tuple[str, list[tuple[str, int, int, bool]], list[int], int, int]:

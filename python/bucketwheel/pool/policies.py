@@ -1,4 +1,4 @@
-"""POLICIES: how others lay buffers out, with the signature of `place`, to compare with.
+"""POLICIES: how others lay buffers out, with the arguments of `place` but ``effort``, to compare with.
 
 | policy | rule |
 |---|---|
@@ -125,34 +125,23 @@ def _best_fit(request: _Request) -> dict[Key, int] | None:
     return dict(zip(request.asked, request.best_fit.offsets, strict=True))
 
 
-def _policy(
-    rule: Callable[[_Request], dict[Key, int] | None], *, needs_keys: bool = True
-) -> Callable[..., Placement | None]:
-    def policy(
-        sizes: Mapping[Key, int],
-        intervals: Mapping[Key, Sequence[Interval]],
-        *,
-        keys: Mapping[Key, PlanKey] | None = None,
-        streams: Mapping[Key, Sequence[Users]] | None = None,
-        align: int = 512,
-        effort: int = 0,
-    ) -> Placement | None:
-        if needs_keys and keys is None:
-            return None
-        request = _Request(sizes, intervals, keys, align)
-        offsets = rule(request) if sizes else {}
-        if offsets is None:
-            return None
-        in_order = [offsets[key] for key in request.asked]
-        return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
-
-    return policy
+def _placed(
+    rule: Callable[[_Request], dict[Key, int] | None],
+    sizes: Mapping[Key, int],
+    intervals: Mapping[Key, Sequence[Interval]],
+    *,
+    keys: Mapping[Key, PlanKey] | None = None,
+    streams: Mapping[Key, Sequence[Users]] | None = None,
+    align: int = 512,
+) -> Placement | None:
+    if keys is None and rule is not _best_fit:
+        return None
+    request = _Request(sizes, intervals, keys, align)
+    if (offsets := rule(request) if sizes else {}) is None:
+        return None
+    in_order = [offsets[key] for key in request.asked]
+    return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
 
 
-POLICIES: dict[str, Callable[..., Placement | None]] = {
-    "double_buffer": _policy(_double_buffer),
-    "fixed_pool": _policy(_fixed_pool),
-    "max_pool": _policy(_max_pool),
-    "slot_coloring": _policy(_slot_coloring),
-    "best_fit": _policy(_best_fit, needs_keys=False),
-}
+_RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)
+POLICIES: dict[str, Callable[..., Placement | None]] = {rule.__name__[1:]: partial(_placed, rule) for rule in _RULES}

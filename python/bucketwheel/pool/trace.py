@@ -159,7 +159,6 @@ class _Lease:
 def _leases(events: Sequence[TraceEvent], place: Callable[[int], str]) -> list[_Lease]:
     """In the order of the acquires. ValueError with the ``place`` of the first event that cannot be."""
     found: dict[int, _Lease] = {}
-    ended: set[int] = set()
     holders: dict[str, int] = {}
     for at, event in enumerate(events):
         if event.kind in ("live", "acquire"):
@@ -170,14 +169,13 @@ def _leases(events: Sequence[TraceEvent], place: Callable[[int], str]) -> list[_
             holders[event.key] = event.lease
             found[event.lease] = _Lease(event, at, len(events))
             continue
-        if event.lease not in found or event.lease in ended:
-            why = "already released" if event.lease in ended else "never acquired"
+        lease = found.get(event.lease)
+        if lease is None or lease.stop < len(events):
+            why = "already released" if lease else "never acquired"
             raise ValueError(f"{place(at)}: {event.kind} of lease {event.lease}, which was {why}")
-        lease = found[event.lease]
         lease.streams.append(event.stream)
         if event.kind == "release":
             lease.stop = at
-            ended.add(event.lease)
             holders.pop(lease.acquire.key, None)
     return list(found.values())
 
