@@ -119,8 +119,8 @@ def test_failures_and_differences_are_told_to_all():
 
     def body(rank: int, _: int) -> str:
         rendezvous = Rendezvous(store, rank, 3, 20)
-        failures = rendezvous.failures(rendezvous.attempt(fail if rank == 1 else lambda: None))
-        assert rendezvous.failures("") == ""
+        failures = rendezvous.outcome(rendezvous.attempt(fail if rank == 1 else lambda: None))[0]
+        assert rendezvous.outcome("") == ("", [None] * 3)
         with pytest.raises(ZeroDivisionError):  # a bug is not an outcome
             rendezvous.attempt(lambda: 1 / 0)
         assert rendezvous.attempt(lambda: (_ for _ in ()).throw(CommError("x"))) == "CommError: x"
@@ -183,7 +183,7 @@ def test_an_attempt_that_is_given_up_is_told_to_all():
         rendezvous = Rendezvous(store, rank, 2, 0.3)
         hang = lambda: rendezvous.ask(lambda _: held.wait(30), late="held up")  # noqa: E731
         try:
-            return rendezvous.failures(rendezvous.attempt(hang if rank == 1 else lambda: None))
+            return rendezvous.outcome(rendezvous.attempt(hang if rank == 1 else lambda: None))[0]
         finally:
             held.set()
 

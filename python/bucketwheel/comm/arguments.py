@@ -29,13 +29,9 @@ __all__ = [
 ]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-_NATIVE_DTYPES = frozenset(
-    {
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    }
-)
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_NATIVE_DTYPES = _HALF_DTYPES | _INTEGER_DTYPES | {torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,10 @@ class RankGroup:
             raise ValueError(f"max_ctas, cta_policy and registered are for backend 'nccl', not {backend!r}")
         if self.rendezvous is None:
             assert self.local is not None
-            return _join(self.local, device, self.timeout_s, name or "local")
+            world, options = self.local.world._native, (self.local.rank, name or "local", self.timeout_s)
+            if device == CPU:
+                return world.join(*options)
+            return world.join_cuda(*options, Pool(device=torch_device(device))._native)
         agreed = agreed_name(self.rendezvous, name)
         if backend == "nccl":
             return nccl.make(NcclSetup(self.rendezvous, device, agreed, self.timeout_s, choices))
@@ -130,12 +133,6 @@ class RankGroup:
 
 
 _worlds: dict[str, LocalWorld] = {}
-
-
-def _join(local: LocalRank, device: int, timeout_s: float, name: str) -> Any:
-    if device == CPU:
-        return local.world._native.join(local.rank, name, timeout_s)
-    return local.world._native.join_cuda(local.rank, name, timeout_s, Pool(device=torch_device(device))._native)
 
 
 def agreed_name(rendezvous: Rendezvous, name: str | None) -> str:

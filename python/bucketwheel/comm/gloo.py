@@ -40,10 +40,9 @@ def _connect(rendezvous: Rendezvous, name: str, threads: int) -> Any:
 
 def _devices() -> list[Any]:
     """As torch chooses them."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    if names := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
 
 
 def give_up(group: Any, peer: int) -> None:

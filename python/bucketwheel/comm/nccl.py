@@ -25,7 +25,7 @@ from bucketwheel.pool.pool import Pool
 __all__ = ["NcclChoices", "NcclSetup", "features", "is_launch_order_kept", "make", "pair", "split"]
 
 _PAUSE_S = 0.01
-_LAUNCH_ORDER = nccl_library.LAUNCH_ORDER
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
 
 

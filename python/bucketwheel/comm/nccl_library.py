@@ -12,19 +12,7 @@ import torch
 
 from bucketwheel.native.modules import native
 
-__all__ = [
-    "LAUNCH_ORDER",
-    "NcclInfo",
-    "with_folders",
-    "folders",
-    "info",
-    "unique_id",
-    "version_of_torch",
-    "version_text",
-]
-
-
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+__all__ = ["NcclInfo", "folders", "info", "unique_id", "version_of_torch", "version_text"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,7 @@ def folders() -> list[str]:
 
 
 @functools.cache
-def with_folders() -> ModuleType:
+def _native() -> ModuleType:
     """The native module, which knows from here on where to look for NCCL."""
     module = native()
     module.set_nccl_folders(folders())
@@ -57,12 +45,12 @@ def with_folders() -> ModuleType:
 
 def info() -> NcclInfo:
     """Loads NCCL if that has not been done. `DeviceError` where there is none that can be used."""
-    return NcclInfo(**with_folders().nccl_info())
+    return NcclInfo(**_native().nccl_info())
 
 
 def unique_id() -> bytes:
     """128 bytes that one rank makes and all ranks of a new communicator start from."""
-    made: bytes = with_folders().nccl_unique_id()
+    made: bytes = _native().nccl_unique_id()
     return made
 
 
@@ -72,6 +60,4 @@ def version_text(version: int) -> str:
 
 def version_of_torch() -> str | None:
     """The version of the NCCL that torch is built with; None for a torch without."""
-    if not hasattr(torch._C, "_nccl_version"):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return ".".join(map(str, torch.cuda.nccl.version()[:3])) if hasattr(torch._C, "_nccl_version") else None

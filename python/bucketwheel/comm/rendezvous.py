@@ -27,8 +27,6 @@ _PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the s
 _PAUSE_OF_RANK_S = 5e-5  # at least so much for each rank
 _PAUSE_SHARE = 0.02  # between these: so much of the time that it has taken so far
 
-_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
-
 _Call = Callable[[threading.Event], Any]
 
 
@@ -51,9 +49,12 @@ class Rendezvous:
         self.deadline = time.monotonic() + timeout_s
         self._round = 0
         self._failed: dict[str, Any] = {}  # the outcome of the last round if ranks were missing: there is no other one
-        self._what = f"call {call}" if call else "make a communicator (ShardedAdamW, sync_module, Communicator)"
-        self._failure = f"{call} has failed" if call else "the communicator was not made"
-        self._lacking = f"not called {call}: call it on all ranks" if call else f"not come; {_EVERY_RANK}"
+        makers = "(ShardedAdamW, sync_module, Communicator)"
+        self._what, self._failure = f"make a communicator {makers}", "the communicator was not made"
+        self._lacking = f"not come; every rank of the group must make it {makers} within that time"
+        if call:
+            self._what, self._failure = f"call {call}", f"{call} has failed"
+            self._lacking = f"not called {call}: call it on all ranks"
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float, call: str = "") -> Rendezvous:
@@ -63,9 +64,8 @@ class Rendezvous:
         # torchrun may give restarted processes the Store of those that it ended, with what is in it. Where it does not, an
         # agent that joined later has restarted its processes less often than the others.
         is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-        prefix = (
-            f"bucketwheel/{'0' if is_new else os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{'/calls' * bool(call)}"
-        )
+        restarts = "0" if is_new else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"bucketwheel/{restarts}{'/calls' * bool(call)}"
         rendezvous = cls(store, rank, dist.get_world_size(group), timeout_s)
         number = rendezvous.ask(lambda _: store.add(f"{prefix}/rank {rank}", 1))
         return cls(store, rank, rendezvous.size, timeout_s, f"{prefix}/{number}", call)
@@ -190,16 +190,12 @@ class Rendezvous:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def failures(self, mine: str) -> str:
-        """What failed on some rank, listed for a message; empty if ``mine`` is on every rank."""
-        return self.outcome(mine)[0]
-
     def make(self, make: Callable[[], Any]) -> Any:
         """The native communicator that ``make`` returns, on all ranks or on none: `CommError` that lists what failed, or
         `CommTimeout` naming who has not come."""
         made: list[Any] = []
         try:
-            failures = self.failures(self.attempt(lambda: made.append(make())))
+            failures, _ = self.outcome(self.attempt(lambda: made.append(make())))
             if failures:
                 raise CommError(f"the communicator could not be made on all ranks{failures}")
         except BaseException as error:
@@ -209,7 +205,7 @@ class Rendezvous:
         return made[0]
 
     def outcome(self, mine: str, note: Any = None) -> tuple[str, list[Any]]:
-        """`failures`, and everybody's ``note``."""
+        """The failures of all ranks, listed for a message (empty: there are none), and everybody's ``note``."""
         everyone = self.exchange([mine, note], grace_s=self._answer_s + patience.PATIENCE.step_s)
         failures = "".join(f"\n  rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
         return failures, [one for _, one in everyone]
