@@ -29,7 +29,7 @@ from typing import IO, Any
 from bucketwheel.errors import BuildError
 from bucketwheel.native import env
 from bucketwheel.native.progress import Progress
-from bucketwheel.native.toolchain import CPU, Module, explain, remedies_for
+from bucketwheel.native.toolchain import CPU, Module, explain
 
 _LOOK_S = 0.05  # between two tries for the lock
 _NETWORK_FILE_SYSTEMS = set(
@@ -66,7 +66,7 @@ def _choose_folder() -> Path:
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
-    remedies = remedies_for(str(why), ["name a writable one: BW_CACHE_DIR=..."])
+    remedies = ["name a writable one: BW_CACHE_DIR=..."]
     return explain(f"the cache folder {folder} cannot be used: {why}", remedies=remedies)
 
 
@@ -121,18 +121,10 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
                 with suppress(OSError):
                     builder = holder.read_text()
                 if waited_s >= limit_s:
-                    gone, leave = "", f"its lock is {folder}.lock"
-                    if _has_ended(builder):
-                        gone = ", which has ended: what it has started holds the lock"
-                        leave = f"or remove {folder}.lock when none runs"
-                    raise explain(
-                        f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}",
-                        module=module,
-                        remedies=[
-                            f"look at that process, or the ninja that it has left; {leave}",
-                            "set another BW_CACHE_DIR",
-                        ],
-                    )
+                    gone = ", which has ended: what it has started holds the lock" if _has_ended(builder) else ""
+                    what = f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}"
+                    remedy = f"look at that process and its ninja; remove {folder}.lock when none runs"
+                    raise explain(what, module=module, remedies=[remedy, "set another BW_CACHE_DIR"])
                 progress.show(builder)
                 time.sleep(_LOOK_S)
                 has_waited = True

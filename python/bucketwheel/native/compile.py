@@ -20,13 +20,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from bucketwheel.native import env
 from bucketwheel.native.progress import Progress
-from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, read_recipe, remedies_for, tree
+from bucketwheel.native.toolchain import CUDA, Recipe, Source, Toolchain, explain, needed, read_recipe, tree
 
 _UNIT_SOURCES = 7
 _LOOK_S = 0.2  # between two looks at how far ninja is
@@ -84,7 +83,7 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
         command=f"cd {shlex.quote(str(folder / 'csrc'))} && {commands.get(failed, shlex.join(argv))}",
         lines=[line for line in output.splitlines() if not _CHATTER.match(line)],
         log=log,
-        remedies=remedies_for(output, [_REMEDY, *([_CUDA_REMEDY] if recipe.module is CUDA else [])]),
+        remedies=[_REMEDY] + [_CUDA_REMEDY] * (recipe.module is CUDA),
     )
 
 
@@ -134,11 +133,7 @@ def find_ninja() -> str:
     """ninja on PATH, else that of the package ninja, or a `BuildError`."""
     if path := shutil.which("ninja"):
         return path
-    try:
-        import ninja
-    except ImportError as error:
-        raise explain(f"ninja is not installed for {sys.executable}", remedies=["pip install ninja"]) from error
-    return os.path.join(ninja.BIN_DIR, "ninja")
+    return os.path.join(needed("ninja", "ninja").BIN_DIR, "ninja")
 
 
 def _run(argv: list[str], cwd: Path, log: Path, inherited: list[int], progress: Progress) -> tuple[bool, str]:

@@ -10,16 +10,10 @@ import os
 
 __all__ = ["KNOWN", "bad_value", "flag", "seconds", "text"]
 
-KNOWN = frozenset(
-    {
-        *("BW_AOT", "BW_BUILD_TIMEOUT", "BW_CACHE_DIR", "BW_COMM_CHECK", "BW_CUDA_ARCH_LIST", "BW_DEBUG", "BW_JIT"),
-        "BW_NATIVE_DIR",
-        # read in csrc/base/env.cpp
-        *("BW_CPU_ISA", "BW_HOST_STREAM", "BW_HOST_STREAM_FUZZ", "BW_NCCL_LIB", "BW_POOL_POISON", "BW_TRACE_DIR"),
-        # read by the tests
-        *("BW_GPU_RANKS", "BW_GPU_SIMULATE", "BW_REQUIRE", "BW_TEST_EMULATOR"),
-    }
-)
+_PYTHON = "BW_AOT BW_BUILD_TIMEOUT BW_CACHE_DIR BW_COMM_CHECK BW_CUDA_ARCH_LIST BW_DEBUG BW_JIT BW_NATIVE_DIR"
+_NATIVE = "BW_CPU_ISA BW_HOST_STREAM BW_HOST_STREAM_FUZZ BW_NCCL_LIB BW_POOL_POISON BW_TRACE_DIR"  # csrc/base/env.cpp
+_TESTS = "BW_GPU_RANKS BW_GPU_SIMULATE BW_REQUIRE BW_TEST_EMULATOR"
+KNOWN = frozenset(f"{_PYTHON} {_NATIVE} {_TESTS}".split())
 
 
 def bad_value(name: str, value: str, allowed: str) -> ValueError:

@@ -32,7 +32,7 @@ from bucketwheel.errors import BuildError
 from bucketwheel.native import cache as _cache
 from bucketwheel.native import compile, env
 from bucketwheel.native import toolchain as _toolchain
-from bucketwheel.native.toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, remedies_for, say
+from bucketwheel.native.toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, say
 
 __all__ = ["Found", "build_into", "cuda", "find", "locate", "native", "try_import"]
 
@@ -72,14 +72,10 @@ def _load(module: Module) -> ModuleType:
             loaded = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
             loader.exec_module(loaded)
         except ImportError as error:
-            is_named = bool(env.text("BW_NATIVE_DIR"))
-            remedy = (
-                "unset BW_NATIVE_DIR, or name a folder for this Python, not mounted noexec"
-                if is_named
-                else f"remove {path.parent}"
-            )
-            remedies = [remedy] if is_named else remedies_for(str(error), [remedy])
-            raise explain(f"{path} does not load: {error}", module=module, remedies=remedies) from error
+            remedy = f"remove {path.parent}"
+            if env.text("BW_NATIVE_DIR"):
+                remedy = "unset BW_NATIVE_DIR, or name a folder for this Python"
+            raise explain(f"{path} does not load: {error}", module=module, remedies=[remedy]) from error
         sys.modules[name] = loaded
         setattr(sys.modules["bucketwheel"], module.name, loaded)
         return loaded
@@ -109,11 +105,8 @@ def find(module: Module) -> Found:
         digest = _toolchain.sources_digest(csrc)
         if (compiled := _cache.checked(installed, module, {"sources": digest})) is not None:
             return Found("installed", compiled)
-        warnings.warn(
-            f"{installed / module.name} was compiled at install from other sources or for another Python: it is not "
-            "used",
-            stacklevel=2,
-        )
+        why = "was compiled at install from other sources or for another Python"
+        warnings.warn(f"{installed / module.name} {why}: it is not used", stacklevel=2)
     recipe, toolchain = _read(module, csrc)
     key = _toolchain.build_key(recipe, toolchain)
     entry = _cache.cache_dir() / _entry_name(module, key)
@@ -237,7 +230,7 @@ def try_import(module: Module, path: Path, log: Path | None = None) -> None:
         command=f"{sys.executable} -c 'import ...' {path.name}",
         lines=lines,
         log=log,
-        remedies=remedies_for("\n".join(lines), [remedy]),
+        remedies=[remedy],
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 from bucketwheel._version import __version__
 from bucketwheel.errors import BuildError
@@ -27,6 +29,13 @@ _ARCH = re.compile(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(\+PTX)?", re.IGNOR
 _DEFAULT_ARCHS = "9.0"
 # nvcc reads these itself: they change what it makes.
 _NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+# What an error says where a folder is the reason, for which no compiler would do better, and what to do then.
+_OF_FOLDERS = {
+    "No space left on device|Disk quota exceeded": "make room, or name folders that have it: BW_CACHE_DIR=... for what "
+    "is built, TMPDIR=... for the compiler's own files",
+    "failed to map segment": "name a folder on a file system that is not mounted noexec: BW_NATIVE_DIR=... if that "
+    "is set, else BW_CACHE_DIR=...; TMPDIR=... where that has the cache, and at install",
+}
 
 
 @dataclass(frozen=True)
@@ -108,25 +117,13 @@ def explain(
     """A `BuildError` of one screen: what was needed, the command, the last lines of its output, the log, what to do."""
     text = [f"bucketwheel needs its {module.title}: {what}"]
     text += [f"  command: {command}"] if command else []
-    if lines:
-        text.append(f"  ---- last {min(len(lines), _ERROR_LINES)} lines of its output ----")
-        text += [f"  {line}" for line in lines[-_ERROR_LINES:]]
-        text.append("  ----")
+    if last := [f"  {line}" for line in lines[-_ERROR_LINES:]]:
+        text += [f"  ---- last {len(last)} lines of its output ----", *last, "  ----"]
     text += [f"  log: {log}"] if log else []
     text.append("  What you can do:")
-    text += [f"    - {remedy}" for remedy in (*remedies, *module.elsewhere)]
+    of_folders = [remedy for said, remedy in _OF_FOLDERS.items() if re.search(said, "\n".join([what, *lines]))]
+    text += [f"    - {remedy}" for remedy in (*(of_folders or remedies), *module.elsewhere)]
     return BuildError("\n".join(text))
-
-
-def remedies_for(output: str, others: Sequence[str]) -> list[str]:
-    """``others``, unless ``output`` says that a folder is the reason: no compiler would do better in it."""
-    if re.search("No space left on device|Disk quota exceeded", output):
-        where = "BW_CACHE_DIR=... for what is built, TMPDIR=... for the compiler's own files"
-        return [f"make room, or name folders that have it: {where}"]
-    if "failed to map segment" in output:
-        where = "BW_CACHE_DIR=...; TMPDIR=... where that has the cache, and at install"
-        return [f"name a folder on a file system that is not mounted noexec: {where}"]
-    return list(others)
 
 
 def say(text: str) -> None:
@@ -158,11 +155,10 @@ def read_recipe(csrc: Path, machine: str | None = None, module: Module = CPU) ->
         if words[0] in common:
             common[words[0]] += words[1:]
             continue
-        only = [word[len("only=") :] for word in words[1:] if word.startswith("only=")]
-        if not only or machine in only:
-            flags = tuple(word for word in words[1:] if not word.startswith("only="))
-            sources.append(Source(words[0], flags))
-    flags, link_flags, nvcc_flags = (tuple(common[name]) for name in ("flags:", "link:", "nvcc:"))
+        only = [word for word in words if word.startswith("only=")]
+        if not only or f"only={machine}" in only:
+            sources.append(Source(words[0], tuple(word for word in words[1:] if word not in only)))
+    flags, link_flags, nvcc_flags = map(tuple, common.values())
     return Recipe(csrc, tuple(sources), flags, link_flags, nvcc_flags, module)
 
 
@@ -196,24 +192,28 @@ def find_toolchain() -> Toolchain:
     """The compiler ($CXX, else c++, g++, clang++) and the headers of Python and pybind11, or a `BuildError`."""
     cxx = find_compiler()
     version = version_of(cxx, CPU)
-    try:
-        import pybind11
-    except ImportError as error:
-        remedies = ["pip install 'pybind11>=2.13'"]
-        raise explain(f"pybind11 is not installed for {sys.executable}", remedies=remedies) from error
+    pybind11 = needed("pybind11", "pybind11>=2.13")
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "unknown"
     identity = [shlex.join(cxx), version, str(sysconfig.get_config_var("SOABI")), str(libc), platform.machine()]
     identity.append(f"pybind11 {pybind11.__version__}")
     return Toolchain(cxx, (*_python_includes(), pybind11.get_include()), "\n".join(identity))
 
 
+def needed(package: str, requirement: str) -> ModuleType:
+    """A Python package that a build needs, or a `BuildError`."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        remedies = [f"pip install {shlex.quote(requirement)}"]
+        raise explain(f"{package} is not installed for {sys.executable}", remedies=remedies) from error
+
+
 def find_compiler() -> tuple[str, ...]:
     remedies = ["install a C++20 compiler (Debian: apt install g++)", "name one: CXX=/path/to/g++"]
     if words := _named("CXX", CPU, remedies):
         return words
-    for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
-            return (path,)
+    if path := next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None):
+        return (path,)
     raise explain("no C++ compiler found (looked for $CXX, c++, g++, clang++ on PATH)", remedies=remedies)
 
 
@@ -339,11 +339,9 @@ def visible_devices(library: str = "libcuda.so.1") -> list[tuple[int, int]]:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
 
-    found = []
-    for device in range(count.value):
-        capability = []
-        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-            status = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            capability.append(value.value if status == 0 else 0)
-        found.append((capability[0], capability[1]))
+    def attribute(number: int, device: int) -> int:
+        return 0 if driver.cuDeviceGetAttribute(ctypes.byref(value), number, device) else value.value
+
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    found = [(attribute(75, device), attribute(76, device)) for device in range(count.value)]
     return [device for device in found if device[0] > 0]

@@ -90,9 +90,8 @@ def examine(build: Sequence[str] = ()) -> tuple[dict[str, str], list[str], list[
         look("CPU module", lambda: _module(CPU, build, gpus), errors)
         of_gpus = errors if "cuda" in build else concerns if gpus else None
         look("nvcc", lambda: " ".join(toolchain.find_nvcc()), None if of_gpus is None else [])
-        look(
-            "CUDA module", lambda: _module(CUDA, build, gpus), of_gpus, "there are GPUs, but: " * (of_gpus is concerns)
-        )
+        before = "there are GPUs, but: " if of_gpus is concerns else ""
+        look("CUDA module", lambda: _module(CUDA, build, gpus), of_gpus, before)
         if facts["CPU module"].endswith(")"):  # it is there, and NCCL is found by it
             needs_nccl = (gpus and torch.version.cuda) or env.text("BW_NCCL_LIB")
             look("NCCL", _nccl, concerns if needs_nccl else None)
@@ -144,9 +143,8 @@ def _cache() -> str:
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise BuildError(f"the cache folder {folder} cannot be written: name another with BW_CACHE_DIR")
     if cache.is_network(folder):
-        warnings.warn(
-            f"the cache folder {folder} is on a network file system: BW_CACHE_DIR names a local one", stacklevel=1
-        )
+        what = f"the cache folder {folder} is on a network file system"
+        warnings.warn(f"{what}: BW_CACHE_DIR names a local one", stacklevel=1)
     return str(folder)
 
 
