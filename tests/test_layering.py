@@ -83,15 +83,15 @@ BUDGETS = {
     "csrc/pool": 1588,
     "python": 600,
     "python/checkpoint": 2971,
-    "python/comm": 2155,
+    "python/comm": 2136,
     "python/gathers": 385,
     "python/grads": 1747,
     "python/kernels": 486,
     "python/layout": 712,
-    "python/native": 816,
+    "python/native": 787,
     "python/optim": 2974,
-    "python/pool": 1234,
-    "python/tools": 479,
+    "python/pool": 1215,
+    "python/tools": 477,
 }
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.
