@@ -65,7 +65,7 @@ def processes_of(tree: TinyTree) -> list[str]:
 
 def test_eight_processes_at_once_build_once_and_later_ones_find_it(tree: TinyTree) -> None:
     tree.make_compiler(before="sleep 0.5")
-    children = [tree.start() for _ in range(8)]
+    children = [tree.start("import sys; sys.modules['torch'] = None\n" + LOAD) for _ in range(8)]  # it needs no torch
     results = [child.communicate(timeout=60) for child in children]
     assert [out for out, _ in results] == ["42\n"] * 8
     assert sorted(tree.compiled()) == ["base/second.cpp", "bindings/module.cpp", "link"]
@@ -208,29 +208,13 @@ def test_a_module_that_cannot_be_imported_is_not_published(tree: TinyTree) -> No
 def test_an_edited_header_gives_another_entry_and_compiles_only_its_users(tree: TinyTree) -> None:
     tree.run()
     tree.write("base/answer.h", "#define ANSWER 43\n")
+    os.utime(tree.csrc / "base" / "answer.h", (1e9, 1e9))  # as a package manager or `git stash` may bring it
     assert tree.run()[0] == "43"
     assert tree.compiled()[3:] == ["bindings/module.cpp", "link"]
     tree.write("base/answer.h", "#define ANSWER 42\n")
     tree.write("base/answer.h~", "backups and hidden files are no part of the key")
     tree.write("base/.answer.h.swp", "open in an editor")
     assert tree.run() == ("42", "")
-    assert len(tree.entries()) == 2
-
-
-def test_a_file_with_an_older_time_is_compiled_too(tree: TinyTree) -> None:
-    """As a package manager or `git stash` may bring it."""
-    tree.run()
-    tree.write("base/answer.h", "#define ANSWER 43\n")
-    os.utime(tree.csrc / "base" / "answer.h", (1e9, 1e9))
-    assert tree.run()[0] == "43"
-
-
-@pytest.mark.parametrize("edit", [("-O0", "-O1"), ()])
-def test_a_changed_flag_or_compiler_gives_another_entry(tree: TinyTree, edit: tuple[str, str]) -> None:
-    tree.run()
-    if edit:
-        tree.write("sources.txt", (tree.csrc / "sources.txt").read_text().replace(*edit))
-    tree.run(**({} if edit else {"CXX": f"{tree.compiler} -DX"}))
     assert len(tree.entries()) == 2
 
 
@@ -244,13 +228,11 @@ def test_native_dir_comes_first_and_needs_no_compiler(tree: TinyTree) -> None:
     assert tree.run(BW_NATIVE_DIR=str(entry), PATH="/nowhere", CXX=None) == ("42", "")
     message = tree.error(BW_NATIVE_DIR=str(tree.root))
     assert "BW_NATIVE_DIR" in message and "has no _cpu" in message
-    folder = tree.root / "elsewhere"
-    folder.mkdir()
-    (folder / "_cpu.cpython-39-x86_64-linux-gnu.so").touch()
-    message = tree.error(BW_NATIVE_DIR=str(folder))
+    (tree.root / "_cpu.cpython-39-x86_64-linux-gnu.so").touch()
+    message = tree.error(BW_NATIVE_DIR=str(tree.root))
     assert "it has _cpu.cpython-39-x86_64-linux-gnu.so, for another Python" in message
-    (folder / "_cpu.so").write_bytes(b"\x7fELF, of another machine")
-    message = tree.error(BW_NATIVE_DIR=str(folder))
+    (tree.root / "_cpu.so").write_bytes(b"\x7fELF, of another machine")
+    message = tree.error(BW_NATIVE_DIR=str(tree.root))
     assert "_cpu.so does not load" in message and "unset BW_NATIVE_DIR" in message and "remove" not in message
 
 
@@ -403,7 +385,3 @@ def test_import_compiles_nothing_and_loads_no_native_module() -> None:
     command = [sys.executable, "-c", code]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
     assert out.split() == ["False", "0.1.0"]
-
-
-def test_building_imports_no_torch(tree: TinyTree) -> None:
-    assert tree.run("import sys; sys.modules['torch'] = None\n" + LOAD)[0] == "42"
