@@ -9,7 +9,6 @@ Answers are lines of JSON.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -108,11 +107,6 @@ def in_flight(comm: Communicator) -> None:
     kept.extend([all_gather(full, shard, comm), reduce_scatter(shard, full, comm)])
 
 
-def dropped_in_flight(comm: Communicator) -> None:
-    full, shard = big(comm)
-    all_gather(full, shard, comm)
-
-
 def never_met(comm: Communicator) -> None:
     """Its peer does not come: the peer ends first, or at the same time."""
     full, shard = big(comm)
@@ -153,13 +147,6 @@ def peer_dies(comm: Communicator) -> None:
         assert error.rank == 1, error
 
 
-def backward_alone(comm: Communicator) -> None:
-    model = make_model()
-    opt = ShardedAdamW(model.parameters(), process_group=comm)
-    model(torch.ones(2, 40)).sum().backward()
-    kept.extend([model, opt, comm])
-
-
 def params_in_flight(comm: Communicator) -> None:
     model = make_model()
     opt = ShardedAdamW(model.parameters(), process_group=comm, overlap_param_sync=True)
@@ -168,7 +155,7 @@ def params_in_flight(comm: Communicator) -> None:
     kept.extend([model, opt, comm])
 
 
-def group_goes_first(comm: Communicator, closes: bool = True) -> None:
+def group_goes_first(comm: Communicator) -> None:
     """Nothing of ours needs the process group once it is made."""
     model = make_model()
     opt = ShardedAdamW(model.parameters(), process_group=comm)
@@ -176,9 +163,8 @@ def group_goes_first(comm: Communicator, closes: bool = True) -> None:
     step(model, opt, rows)
     dist.destroy_process_group()
     step(model, opt, rows)
-    if closes:
-        opt.close()
-        comm.close()
+    opt.close()
+    comm.close()
 
 
 def group_goes_last(comm: Communicator) -> None:
@@ -189,25 +175,17 @@ def group_goes_last(comm: Communicator) -> None:
     dist.destroy_process_group()
 
 
-def group_goes_before_all_is_dropped(comm: Communicator) -> None:
-    group_goes_first(comm, closes=False)
-    gc.collect()
-
-
 EXITS: dict[str, Callable[[Communicator], None]] = {
     function.__name__: function
     for function in (
         in_flight,
-        dropped_in_flight,
         never_met,
         exits_inside,
         raises,
         peer_dies,
-        backward_alone,
         params_in_flight,
         group_goes_first,
         group_goes_last,
-        group_goes_before_all_is_dropped,
     )
 }
 
@@ -301,13 +279,9 @@ def workers(backend: str, contexts: list[str]) -> None:
     codes = fork_ranks(answer, folder, 5 * EXIT_S)
     if codes is not None:
         assert codes == [0] * WORLD, codes
-        print_answers(folder)
-
-
-def print_answers(folder: str) -> None:
-    for rank in range(WORLD):
-        print(Path(f"{folder}/answer {rank}").read_text(), flush=True)
-    shutil.rmtree(folder)
+        for rank in range(WORLD):
+            print(Path(f"{folder}/answer {rank}").read_text(), flush=True)
+        shutil.rmtree(folder)
 
 
 def main(what: str, backend: str, *rest: str) -> None:

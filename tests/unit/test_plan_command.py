@@ -107,20 +107,6 @@ def test_a_table_against_all_policies(run: Run, table: Path) -> None:
     assert sum(-(-nbytes // 256) * 256 for nbytes in found["peak"]["keys"].values()) == ours.load_bytes
 
 
-def test_the_text(run: Run, table: Path) -> None:
-    lines = run(table, "--policy", "best_fit").splitlines()
-    found = run(table, "--json", "--policy", "best_fit")
-    assert lines[0] == "units.csv: 16 keys, 17 lifetimes, 23 steps"
-    assert lines[1].startswith(f"at least {found['load_bytes']:,} bytes: the load")
-    rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["place"][1:] == ["27,648", "50.0", "%", "0", "yes", rows["place"][-1]]
-    assert " ".join(rows["double_buffer"]) == "double_buffer cannot hold these sizes"
-    assert f"at step {found['peak']['step']} most bytes are live, in {len(found['peak']['keys'])} keys:" in lines
-    listed = lines[lines.index("             offset  key") + 1 :]
-    assert listed == [f"{at:>19,}  {key}" for key, at in found["offsets"].items()]
-    assert sorted(found["offsets"].values()) == list(found["offsets"].values())
-
-
 def test_a_snapshot(run: Run, tmp_path: Path) -> None:
     device = TinyAllocator(device=1, devices=2)
     blocks = [

@@ -206,20 +206,6 @@ def test_leases_that_cross_the_begin_of_a_trace_have_their_place_in_the_plan() -
     kept.release()
 
 
-def test_a_strict_pool_that_refuses_changes_nothing() -> None:
-    pool, plan = planned(strict=True)
-    evaluation = Plan.of("eval", {"a": 8, "b": 8}, {"a": [(0, 1)], "b": [(0, 1)]}, order=["a", "b"])
-    pool.adopt(plan, evaluation, strict=True)
-    with pool.regime("eval"):
-        pool.acquire("a", 8).release()
-    train(pool)
-    with pytest.raises(PlanDiverged, match="the step ended; plan 'eval', acquire 1 of step 0: expected 'b'"):
-        pool.step_end()
-    assert pool.current_regime == "train"
-    train(pool)
-    pool.step_end()
-
-
 def test_plans_are_adopted_while_nobody_has_their_places() -> None:
     pool, plan = planned()
     lease = pool.acquire("weights/3", 100)

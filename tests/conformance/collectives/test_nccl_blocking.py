@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,13 @@ def gather(comm: Communicator, numel: int = 4):
     return all_gather(torch.empty(comm.size * numel), torch.full((numel,), float(comm.rank)), comm)
 
 
+def await_(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def other_goes_on(rank: int, world: int) -> None:
     with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, name="other") as other:
         failed = Communicator(backend="nccl", device="cuda", timeout_s=20, name="failed")
@@ -40,10 +47,7 @@ def other_goes_on(rank: int, world: int) -> None:
         failed.abort("enough")
         with pytest.raises(CommError, match="enough"):
             handle.synchronize(10)
-        until = time.monotonic() + 10
-        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert script.fake_nccl_hanging_calls() == 1, "the abort is to hang"
+        await_(lambda: script.fake_nccl_hanging_calls() == 1)
         for _ in range(3):
             gather(other).synchronize(5)
         script.fake_nccl_release()
@@ -65,9 +69,7 @@ def stuck_inside(limits_s: dict[str, float]) -> Iterator[tuple[Any, list[Communi
         script.fake_nccl_hang_call(b"ncclAllGather")
         thread = threading.Thread(target=lambda: gather(comms[0]).synchronize(20))
         thread.start()
-        until = time.monotonic() + 10
-        while script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
-            time.sleep(0.01)
+        await_(script.fake_nccl_hanging_calls)
         yield script, comms
         script.fake_nccl_release()
         thread.join(10)
@@ -129,11 +131,8 @@ def waits_for_peers(rank: int, world: int, function: str) -> None:
         before = script.fake_nccl_calls(function.encode())
         thread = threading.Thread(target=lambda: ended.append(call()))
         thread.start()
-        until = time.monotonic() + 10
-        while script.fake_nccl_calls(function.encode()) == before and time.monotonic() < until:
-            time.sleep(0.01)
-        while is_late and script.fake_nccl_hanging_calls() == 0 and time.monotonic() < until:
-            time.sleep(0.01)
+        await_(lambda: script.fake_nccl_calls(function.encode()) > before)
+        await_(lambda: script.fake_nccl_hanging_calls() or not is_late)
         for _ in range(3):
             gather(other).synchronize(5)
         assert not ended
@@ -225,28 +224,11 @@ def device_fails(rank: int, world: int) -> None:
             with pytest.raises(CommError, match="rank 0"):
                 gather(comm).synchronize(10)
             comm.close(5)
-        until = time.monotonic() + 10
-        while script.fake_nccl_live_comms() >= live and time.monotonic() < until:
-            time.sleep(0.02)
-        assert script.fake_nccl_live_comms() == live - 1
+        await_(lambda: script.fake_nccl_live_comms() == live - 1)
 
 
 def test_a_device_that_fails_while_closing(rank_pool):
     rank_pool(2).run(device_fails)
-
-
-def memory_is_short(rank: int, world: int) -> None:
-    with simulated() as script, Communicator(backend="nccl", device="cuda", timeout_s=20, registered=True) as comm:
-        with mock.patch("bucketwheel.device._caches", {comm.pool}):
-            script.fake_nccl_fail(b"ncclMemAlloc", 1, 1)
-            lease = comm.pool.acquire("", 4096)
-            assert script.fake_nccl_calls(b"ncclMemAlloc") == 2, "caches are emptied, and the request is made once more"
-        assert comm.register_pool() == 1 and comm.features["windows"] is True
-        lease.release()
-
-
-def test_registered_memory_that_is_short(rank_pool):
-    rank_pool(2).run(memory_is_short)
 
 
 def test_a_pair_that_takes_turns_refuses_captures():
