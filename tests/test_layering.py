@@ -87,9 +87,9 @@ BUDGETS = {
     "python/gathers": 385,
     "python/grads": 1747,
     "python/kernels": 486,
-    "python/layout": 712,
+    "python/layout": 690,
     "python/native": 787,
-    "python/optim": 2974,
+    "python/optim": 2911,
     "python/pool": 1215,
     "python/tools": 477,
 }

@@ -16,7 +16,6 @@ from torch import Tensor
 
 __all__ = [
     "follow_param",
-    "forget_master",
     "is_rounded",
     "join_master",
     "load_master",
@@ -90,14 +89,6 @@ def master_of(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
     if "master_param" in state:
         return state["master_param"].clone()
     return join_master(param, state["remainder"]) if "remainder" in state else None
-
-
-def forget_master(param: Tensor, state: dict[str, Tensor]) -> None:
-    """Makes ``param`` itself the weight."""
-    if "master_param" in state:
-        state["master_param"].copy_(param)
-    elif "remainder" in state:
-        state["remainder"].zero_()
 
 
 def load_master(param: Tensor, state: dict[str, Tensor], master: Tensor) -> None:

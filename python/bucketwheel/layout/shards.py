@@ -26,7 +26,8 @@ def ranges_of(packing: Packing, packed: int) -> list[list[tuple[int, int]]]:
 class Space:
     """The parameters ``infos`` (of one dtype), moved into memory of ``param_pool``; ``rank``'s shards in ``state_pool``.
 
-    ``indices[packed]`` is the index of every packed parameter, -1 of one that is gone. ``grad`` holds sums of gradients,
+    ``indices[packed]`` is the index of every packed parameter, -1 of one that is gone. By index, of the others:
+    ``packed_at``, the place in the packing; ``owned``, the parts that this rank owns. ``grad`` holds sums of gradients,
     ``states`` what the kernel keeps for each element: all 1-D over this rank's shard space.
     """
 
@@ -52,20 +53,14 @@ class Space:
         self.states = {name: self._new_shard(name, dtype) for name, dtype in precision.kept_of(self.dtype).items()}
 
     def _note_indices(self) -> None:
-        self._infos = self.flat.infos
-        self.indices = [info.index for info in self._infos]
-        self._packed_at = {index: packed for packed, index in enumerate(self.indices) if index >= 0}
-        self._owned = {index: self.packing.owned(packed, self.rank) for index, packed in self._packed_at.items()}
+        self.indices = [info.index for info in self.flat.infos]
+        self.packed_at = {index: packed for packed, index in enumerate(self.indices) if index >= 0}
+        self.owned = {index: self.packing.owned(packed, self.rank) for index, packed in self.packed_at.items()}
 
     def renumber(self, infos: Mapping[Tensor, ParamInfo]) -> None:
         """`FlatParams.renumber`."""
         self.flat.renumber(infos)
         self._note_indices()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all parameters are gone."""
-        return not self._packed_at
 
     def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
@@ -78,24 +73,13 @@ class Space:
     def packing(self) -> Packing:
         return self.flat.packing
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._packed_at
-
-    def packed_at(self, index: int) -> int:
-        """The place of the parameter ``index`` in the packing."""
-        return self._packed_at[index]
-
-    def owned(self, index: int) -> list[Segment]:
-        """The parts of the parameter ``index`` that this rank owns."""
-        return self._owned[index]
-
     def ranges_of(self, index: int) -> list[list[tuple[int, int]]]:
         """By rank: what it owns of the parameter ``index``, [begin, end) in its memory order, ascending."""
-        return ranges_of(self.packing, self._packed_at[index])
+        return ranges_of(self.packing, self.packed_at[index])
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """This rank's part of the states of the parameter ``index``; contiguous in shard space."""
-        segments = self.owned(index)
+        segments = self.owned[index]
         begin = segments[0].shard_begin if segments else 0
         numel = sum(s.numel for s in segments)
         return {name: shard.narrow(0, begin, numel) for name, shard in self.states.items()}
@@ -110,7 +94,7 @@ class Space:
 
     def value_parts(self, index: int) -> list[Tensor]:
         """This rank's part of the parameter ``index``, a view for each of its ranges, in the order of `state_of`."""
-        return [self.own(segment) for segment in self.owned(index)]
+        return [self.own(segment) for segment in self.owned[index]]
 
     def values_of(self, index: int) -> Tensor:
         """`value_parts`, one behind the other; a copy."""

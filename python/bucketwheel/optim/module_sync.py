@@ -67,13 +67,7 @@ def sync_module(
 class ModuleSync:
     """What `sync_module` returns. `close`, or the end of ``with``, ends the broadcasts in forwards."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        buffers: str,
-        process_group: dist.ProcessGroup | Communicator | LocalRank | None,
-        replicate_group: dist.ProcessGroup | Communicator | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, buffers: str, process_group: Any = None, replicate_group: Any = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"sync_module: model is a {type(model).__name__}, expected a torch.nn.Module")
         if buffers not in ("once", "forward", "none"):
@@ -87,7 +81,8 @@ class ModuleSync:
             return
         try:
             self._reducer = reducer_of(self._comms[0], self._comms[1] if len(self._comms) > 1 else None)
-            held = [*_untrained(model), *(_buffers_of(model) if buffers != "none" else ())]
+            untrained = [(name, param) for name, param in _params_of(model) if engine_of(param) is None]
+            held = [*untrained, *(_buffers_of(model) if buffers != "none" else ())]
             _expect_equal(self._reducer, held)
             tensors = [tensor for _, tensor in held]
             self._broadcast(tensors, is_first=True)
@@ -190,11 +185,6 @@ def _not_ignored(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> lis
     return [(name, tensor) for name, tensor in tensors if name not in ignored]
 
 
-def _untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters that no sharded optimizer trains."""
-    return [(name, param) for name, param in _params_of(model) if engine_of(param) is None]
-
-
 def _is_accumulating(model: nn.Module) -> bool:
     """Whether the optimizer that trains the model is inside of `no_sync`."""
     engine = next(filter(None, (engine_of(param) for param in model.parameters() if param.requires_grad)), None)
@@ -203,11 +193,10 @@ def _is_accumulating(model: nn.Module) -> bool:
 
 def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
     """RuntimeError on all ranks unless they have the same parameters and buffers, ValueError for one that cannot be written."""
-    kinds = [
-        f"{tuple(one.shape)}, {one.dtype}, {one.layout} {type(one.data).__name__} on {one.device.type}{_overlap(one)}"
-        for _, one in held
+    lines = [
+        f"{name!r}: {tuple(one.shape)}, {one.dtype}, {one.layout} {type(one.data).__name__} on {one.device.type}{_overlap(one)}"
+        for name, one in held
     ]
-    lines = [f"{name!r}: {kind}" for (name, _), kind in zip(held, kinds, strict=True)]
     expect_equal_lines(reducer, lines)
     for (_, tensor), line in zip(held, lines, strict=True):
         if not is_plain(tensor):

@@ -40,23 +40,22 @@ def expect_hyperparameters(
     """torch.optim.AdamW's own checks and texts."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+    for name, value, what in (
+        ("lr", lr, "learning rate"),
+        ("eps", eps, "epsilon value"),
+        ("weight_decay", weight_decay, "weight_decay value"),
+    ):
         expect_number(value, name)
+        if not 0.0 <= value:
+            raise ValueError(f"Invalid {what}: {value}")
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise TypeError(f"betas is {betas!r}, expected two numbers")
-    for i in (0, 1):
-        expect_number(betas[i], f"betas[{i}]")
+    for i, beta in enumerate(betas):
+        expect_number(beta, f"betas[{i}]")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
     if differentiable:
         raise ValueError("differentiable=True: a fused sharded step cannot be differentiated")
-    if not 0.0 <= lr:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= eps:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    for i in (0, 1):
-        if not 0.0 <= betas[i] < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
-    if not 0.0 <= weight_decay:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def expect_group_keys(group: dict[str, Any], read: Mapping[str, Any], options: Collection[str]) -> None:
@@ -96,17 +95,17 @@ class OptimizerOptions:
     ValueError for options that are wrong whatever the parameters are.
     """
 
-    gradient_average: bool
-    broadcast_params: bool
     precision: Precision
     bucket_cap_mb: float | None
-    overlap_grad_sync: bool
-    overlap_param_sync: bool
     max_inflight_buckets: int
-    static_graph: bool
-    capturable: bool
-    on_external_update: str
-    full_state_dict: bool
+    gradient_average: bool = True  # a description names those that have another value than here
+    broadcast_params: bool = True
+    overlap_grad_sync: bool = True
+    overlap_param_sync: bool = False
+    static_graph: bool = False
+    capturable: bool = False
+    on_external_update: str = "resync"
+    full_state_dict: bool = False
 
     def __post_init__(self) -> None:
         if self.capturable and not self.static_graph:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bucketwheel._version import __version__
-from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
 from bucketwheel.device import buffer_of
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
@@ -22,7 +21,6 @@ __all__ = [
     "digests_of",
     "expect_equal_layout",
     "expect_equal_lines",
-    "expect_equal_places",
 ]
 
 _FOLDED = 1024  # bytes
@@ -124,20 +122,3 @@ def _folded(data: Tensor) -> Tensor:
 
 def _digest(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
-
-
-def expect_equal_places(comm: Communicator, places: Mapping[str, tuple[int, int]]) -> None:
-    """RuntimeError on every rank, naming the first difference, unless these lie at the same places of registered memory on
-    all (`Lease.place`). Collective.
-
-    NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
-    """
-    everyone = comm.exchange(b"".join(struct.pack("<qq", *place) for place in places.values()))
-    by_place = zip(*(struct.iter_unpack("<qq", other) for other in everyone), strict=True)
-    for what, by_rank in zip(places, by_place, strict=True):
-        if len(set(by_rank)) > 1:
-            raise RuntimeError(
-                f"ranks have the optimizer's registered memory at other places (slab, offset): {what} at {list(by_rank)}. "
-                "All must make the same acquires of the communicators' pools, in one order, before the optimizer is made, "
-                "and close() the one before it"
-            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
 __all__ = ["describe", "describe_local", "memory_of", "memory_of_local"]
-
-# Options of the sharded optimizer that a description names where they are another value.
-_USUAL = {
-    "gradient_average": True,
-    "broadcast_params": True,
-    "overlap_grad_sync": True,
-    "overlap_param_sync": False,
-    "static_graph": False,
-    "capturable": False,
-    "on_external_update": "resync",
-    "full_state_dict": False,
-}
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -91,7 +80,8 @@ def describe(engine: ShardedEngine) -> str:
     ranks = f"sharded over {comm.size} {'rank' if comm.size == 1 else 'ranks'} ({comm.backend})"
     if replicate is not None:
         ranks += f", replicated {replicate.size} times ({replicate.backend})"
-    said = [f"{name}={getattr(options, name)}" for name, usual in _USUAL.items() if getattr(options, name) != usual]
+    usual = {field.name: field.default for field in fields(options) if field.default is not MISSING}
+    said = [f"{name}={getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(engine.bucket_cap_bytes)}"]
     if comm.is_registered:
         said.append("registered memory")
@@ -108,9 +98,7 @@ def describe(engine: ShardedEngine) -> str:
         rows.append((str(bucket.index), _name(bucket.dtype), mib, *numbers, names))
     numel = sum(space.packing.numel for space in engine.spaces)
     padding = sum(space.packing.padding for space in engine.spaces)
-    in_one_box = sum(
-        space.packing.has_one_box(space.packed_at(i)) for space in engine.spaces for i in space.indices if i >= 0
-    )
+    in_one_box = sum(space.packing.has_one_box(at) for space in engine.spaces for at in space.packed_at.values())
     peak, plan = _expected_peak(engine), engine.grads.launcher.slots.plan
     kinds = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in peak.items())
     lines = [

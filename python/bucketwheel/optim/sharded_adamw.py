@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
@@ -232,7 +232,7 @@ class ShardedAdamW(Optimizer):
             full_state_dict=not not full_state_dict,
         )
         groups = (process_group, replicate_group)
-        self._made_engine = _make_engine(trained, self.param_groups, options, *groups, timeout_s)
+        self._made_engine = _make_engine(trained, self.param_groups, options, groups, timeout_s)
         self._natives = self._made_engine._natives
         self._made_engine.watch(trained.frozen)
         if capturable:
@@ -253,7 +253,7 @@ class ShardedAdamW(Optimizer):
         """Takes in what is in the groups now and was not, or was frozen; lets go what is not any longer. Collective."""
         if not self._trained.are_those_of(self.param_groups):
             self._take_in("a change of param_groups")
-        elif self._trained.has_unfrozen:
+        elif any(p.requires_grad for p in self._trained.frozen):
             self._take_in("taking in what was frozen")
 
     def _take_in(self, why: str) -> None:
@@ -676,16 +676,15 @@ _OPTIONS = tuple(ShardedAdamW.__init__.__kwdefaults__ or ())
 
 def _make_engine(
     trained: TrainedParams,
-    param_groups: Sequence[dict[str, Any]],
+    param_groups: Any,
     options: OptimizerOptions,
-    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
-    replicate_group: dist.ProcessGroup | Communicator | None,
+    groups: tuple[Any, Any],
     timeout_s: float | None,
 ) -> LocalEngine | ShardedEngine:
     """The engine for the parameters, with the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
-    comm, replicate = communicators_for(process_group, replicate_group, trained.device, timeout_s)
-    owned = [made for made in (comm, replicate) if made is not None and made not in (process_group, replicate_group)]
+    comm, replicate = communicators_for(*groups, trained.device, timeout_s)
+    owned = [made for made in (comm, replicate) if made is not None and made not in groups]
     try:
         options.expect_capturable_on(trained.device, comm)
         if comm is None:

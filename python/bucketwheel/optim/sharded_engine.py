@@ -166,7 +166,7 @@ class ShardedEngine:
         )
 
     def _space_of(self, index: int) -> Space:
-        return next(space for space in self.spaces if index in space)
+        return next(space for space in self.spaces if index in space.owned)
 
     def _new_rows(self) -> AdamRows:
         return AdamRows(self.steps, self.device, amsgrad=self.precision.amsgrad, resync=self._edits.resync)
@@ -186,7 +186,7 @@ class ShardedEngine:
         states = []
         for info in self.infos:
             space = self._space_of(info.index)
-            reduced.add_param(info, space.packing, space.packed_at(info.index), cut.pieces[info.index])
+            reduced.add_param(info, space.packing, space.packed_at[info.index], cut.pieces[info.index])
             states.append(space.state_of(info.index))
         limit, overlap = options.max_inflight_buckets, options.overlap_grad_sync
         slots = lease_slots(self.comm, self.spaces, cut.buckets, limit=limit, overlap=overlap)
@@ -244,9 +244,9 @@ class ShardedEngine:
         release(named([info for info in self.infos if info.param not in now]), self)
         for space in self.spaces:
             space.renumber(now)
-            if space.is_empty:
+            if not space.owned:
                 space.flat.release()
-        self.spaces = [space for space in self.spaces if not space.is_empty]
+        self.spaces = [space for space in self.spaces if space.owned]
         self.infos = list(kept)
         self.steps = self.steps[torch.tensor(indices, dtype=torch.int64, device=self.steps.device)]
         self._edits.keep(indices)
@@ -478,7 +478,7 @@ class ShardedEngine:
 
     def owned_ranges(self, index: int) -> list[tuple[int, int]]:
         """This rank's part of a parameter: [begin, end) in its memory order, ascending."""
-        return [(s.param_begin, s.param_begin + s.numel) for s in self._space_of(index).owned(index)]
+        return [(s.param_begin, s.param_begin + s.numel) for s in self._space_of(index).owned[index]]
 
     def values_of(self, index: int) -> Tensor:
         """The elements of `owned_ranges`, as the states of the parameter hold theirs; perhaps its own memory."""

@@ -7,6 +7,7 @@ out of it.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -20,7 +21,7 @@ from bucketwheel.checkpoint.tensor_shard import StoredState, TensorShard
 from bucketwheel.errors import failing_together
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo
-from bucketwheel.layout.masters import forget_master, load_master, master_of, moments_of, saved_names
+from bucketwheel.layout.masters import load_master, master_of, moments_of, saved_names
 from bucketwheel.optim.param_groups import expect_hyperparameters
 from bucketwheel.torch_internals import call_of_torch
 
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "assign",
     "cut",
-    "expect_groups",
-    "expect_no_gradients",
-    "expect_states",
-    "kept_groups",
     "load_taken_in",
     "load_with_model",
     "own_entry",
@@ -43,7 +40,6 @@ __all__ = [
     "reset",
     "reset_chosen",
     "save",
-    "update_groups",
 ]
 
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
@@ -64,22 +60,16 @@ def save(optimizer: ShardedAdamW) -> dict[str, Any]:
     number = numbers_of(optimizer.param_groups)
     state: dict[int, Any] = {}
     for info in engine.infos:
-        if info.param in number:  # others have left the groups, and no step has followed it
-            state[number[info.param]] = _saved_entry(engine, info)
-    for param, entry in optimizer._waiting_states().items():
-        state[number[param]] = deepcopy(dict(entry))
+        if info.param not in number:  # it has left the groups, and no step has followed that
+            continue
+        entry: dict[str, Tensor] = own_entry(engine, info)
+        if engine.world > 1:
+            of = (info.param.shape, info.stride, engine.owned_ranges(info.index), engine.part, info.name)
+            entry.update({name: TensorShard(entry[name], *of) for name in entry.keys() - {"step"}})
+        state[number[info.param]] = entry
+    for param, waiting in optimizer._waiting_states().items():
+        state[number[param]] = deepcopy(dict(waiting))
     return {"state": state, "param_groups": numbered_groups(optimizer.param_groups)}
-
-
-def _saved_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Any]:
-    """`own_entry`, as `TensorShard` where the states are sharded."""
-    entry = own_entry(engine, info)
-    if engine.world == 1:
-        return entry
-    ranges = engine.owned_ranges(info.index)
-    of = (info.param.shape, info.stride, ranges, engine.part, info.name)
-    shards = {name: TensorShard(entry[name], *of) for name in entry.keys() - {"step"}}
-    return {**entry, **shards}
 
 
 def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str, Tensor]:
@@ -95,64 +85,49 @@ def own_entry(engine: LocalEngine | ShardedEngine, info: ParamInfo) -> dict[str,
     return entry
 
 
-def expect_no_gradients(optimizer: ShardedAdamW) -> None:
-    """RuntimeError where there are gradients, unless a step has used them: those stay, as with torch."""
-    if (info := optimizer._engine.first_pending()) is not None:
-        raise RuntimeError(
-            f"load_state_dict while gradients are pending: no step has used that of {info.name!r}; call step() or zero_grad() "
-            "first"
-        )
-
-
-def expect_groups(optimizer: ShardedAdamW, groups: Sequence[dict[str, Any]]) -> dict[Tensor, Any]:
-    """What the loaded ``groups`` call the parameters. ValueError, TypeError or KeyError if they do not fit."""
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError("loaded state dict has a different number of parameter groups")
-    if any(len(a["params"]) != len(b["params"]) for a, b in zip(groups, optimizer.param_groups, strict=True)):
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
-        )
-    _expect_flags(optimizer.param_groups, groups, optimizer._engine.precision.amsgrad)
-    _expect_hyperparameters(groups)
-    return {
-        p: saved
-        for theirs, ours in zip(groups, optimizer.param_groups, strict=True)
-        for saved, p in zip(theirs["params"], ours["params"], strict=True)
-    }
-
-
-def kept_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is taken of loaded groups. Copies: schedulers write to learning rates that are tensors."""
-    return deepcopy([{key: value for key, value in theirs.items() if key not in _KEPT_KEYS} for theirs in groups])
-
-
-def update_groups(optimizer: ShardedAdamW, kept: Sequence[dict[str, Any]]) -> None:
-    for theirs, ours in zip(kept, optimizer.param_groups, strict=True):
-        rate = ours["lr"]
-        ours.update(theirs)
-        if ours["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
-            ours["lr"] = rate.copy_(torch.as_tensor(ours["lr"], dtype=rate.dtype, device=rate.device))
-    optimizer._engine.expect_loaded_model()
-
-
 def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[], None]:
     """What loads ``state_dict``. ValueError, KeyError or RuntimeError if it cannot be loaded; nothing is changed here."""
-    engine = optimizer._engine
-    expect_no_gradients(optimizer)
+    engine, ours = optimizer._engine, optimizer.param_groups
+    if (pending := engine.first_pending()) is not None:  # those that a step has used stay, as with torch
+        raise RuntimeError(
+            f"load_state_dict while gradients are pending: no step has used that of {pending.name!r}; call step() or "
+            "zero_grad() first"
+        )
     groups, state = state_dict["param_groups"], _as_given_to_torch(state_dict["state"])
     # torch's set_optimizer_state_dict gives names of its own as parameters, and has ordered them.
     is_strict = not any(isinstance(p, str) for group in groups for p in group["params"])
-    groups = follow_names(groups, optimizer.param_groups, strict=is_strict)
-    saved_as = expect_groups(optimizer, groups)
-    plans = [_plan(engine, info, state.get(saved_as[info.param])) for info in engine.infos]
+    groups = follow_names(groups, ours, strict=is_strict)
+    if len(groups) != len(ours):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(a["params"]) != len(b["params"]) for a, b in zip(groups, ours, strict=True)):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    # Copies: schedulers write to learning rates that are tensors.
+    kept = deepcopy([{key: value for key, value in theirs.items() if key not in _KEPT_KEYS} for theirs in groups])
+    wanted = engine.precision.amsgrad
+    if any(bool(theirs.get("amsgrad", wanted)) != wanted for theirs in groups):
+        raise ValueError(
+            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it "
+            "with the same"
+        )
+    expect_uniform_flags([{**group, **theirs} for group, theirs in zip(ours, kept, strict=True)])
+    _expect_hyperparameters(groups)
+    pairs = (zip(a["params"], b["params"], strict=True) for a, b in zip(ours, groups, strict=True))
+    saved_as: dict[Tensor, Any] = dict(itertools.chain.from_iterable(pairs))
+    plans = [(info, _plan(engine, info, state.get(saved_as[info.param]))) for info in engine.infos]
     of_frozen = _states_of_frozen(optimizer, state, saved_as)
-    kept = kept_groups(groups)
 
     def load() -> None:
         optimizer._trained.loaded = of_frozen
         for plan in plans:
             _carry_out(engine, *plan)
-        update_groups(optimizer, kept)
+        for group, theirs in zip(ours, kept, strict=True):
+            rate = group["lr"]
+            group.update(theirs)
+            if group["capturable"] and isinstance(rate, Tensor):  # and CUDA graphs read them where they are
+                group["lr"] = rate.copy_(torch.as_tensor(group["lr"], dtype=rate.dtype, device=rate.device))
+        engine.expect_loaded_model()
 
     return load
 
@@ -193,8 +168,7 @@ def load_taken_in(optimizer: ShardedAdamW) -> None:
     engine, loaded = optimizer._engine, optimizer._trained.loaded
     for info in engine.infos:
         if info.param in loaded:
-            entry = loaded.pop(info.param)
-            _carry_out(engine, *_plan(engine, info, entry))
+            _carry_out(engine, info, _plan(engine, info, loaded.pop(info.param)))
 
 
 def _states_of_frozen(
@@ -205,7 +179,7 @@ def _states_of_frozen(
     found = {p: state[saved_as[p]] for p in optimizer._trained.frozen if state.get(saved_as[p])}
     for p, entry in found.items():
         names = saved_names(optimizer._engine.precision.kept_of(p.dtype))
-        states = expect_states(entry, names, p, f"a parameter of shape {tuple(p.shape)} that is frozen now")
+        states = _expect_states(entry, names, p, f"a parameter of shape {tuple(p.shape)} that is frozen now")
         if any(isinstance(value, TensorShard) for value in states.values()):
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
@@ -215,13 +189,14 @@ def _states_of_frozen(
     return found
 
 
-def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, step: int, loaded: dict[str, Any]) -> None:
+def _carry_out(engine: LocalEngine | ShardedEngine, info: ParamInfo, loaded: Mapping[str, Any]) -> None:
     """What is not found starts anew: moments are zero, the parameter is the weight."""
-    assign(engine, info, {"step": step, **loaded})
+    assign(engine, info, loaded)
     state = engine.states[info.index]
     for name in saved_names(state):
         if name == "master_param" and name not in loaded:
-            forget_master(engine.values_of(info.index), state)
+            weight = engine.values_of(info.index)
+            load_master(weight, state, weight.to(torch.float32))
         elif name not in loaded:
             state[name].zero_()
 
@@ -285,7 +260,7 @@ def reset(engine: LocalEngine | ShardedEngine, info: ParamInfo, rows: Any = None
         moment.as_strided(own.shape, (1,)).masked_fill_(own, 0.0)
 
 
-def expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, of: str) -> dict[str, Any]:
+def _expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, of: str) -> dict[str, Any]:
     """The states ``names`` that a saved entry has. ValueError unless it has a step and all of them, in the parameter's shape;
     without a master the parameter is the weight."""
     missing = [name for name in ("step", *names) if name != "master_param" and entry.get(name) is None]
@@ -320,40 +295,24 @@ def _expect_hyperparameters(groups: Sequence[dict[str, Any]]) -> None:
             raise type(error)(f"the loaded parameter group {g}: {error}") from None
 
 
-def _expect_flags(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], wanted: bool) -> None:
-    """ValueError for loaded groups whose flags differ between them, or for another ``amsgrad`` than ours, ``wanted``."""
-    loaded_flags = [bool(loaded.get("amsgrad", wanted)) for loaded in theirs]
-    if any(flag != wanted for flag in loaded_flags):
-        raise ValueError(
-            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it "
-            "with the same"
-        )
-    after = [
-        {**group, **{key: value for key, value in loaded.items() if key not in _KEPT_KEYS}}
-        for group, loaded in zip(ours, theirs, strict=True)
-    ]
-    expect_uniform_flags(after)
-
-
-def _plan(
-    engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str, Any] | None
-) -> tuple[ParamInfo, int, dict[str, Any]]:
+def _plan(engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str, Any] | None) -> dict[str, Any]:
     """What `_carry_out` takes; ValueError if it does not fit."""
     if not entry:  # torch saves nothing for a parameter that was never stepped
-        return info, 0, {}
+        return {"step": 0}
     names, ranges = saved_names(engine.states[info.index]), engine.owned_ranges(info.index)
-    loaded = expect_states(entry, names, info.param, repr(info.name))
+    loaded = _expect_states(entry, names, info.param, repr(info.name))
     for name, value in loaded.items():
         if isinstance(value, TensorShard):
-            loaded[name] = _own_part(engine, info, value, ranges)
+            _expect_own_part(engine, info, value, ranges)
+            loaded[name] = value.piece
         elif not isinstance(value, StoredState):
             loaded[name] = cut(value, info, ranges)
-    return info, int(entry["step"]), loaded
+    return {"step": int(entry["step"]), **loaded}
 
 
-def _own_part(
+def _expect_own_part(
     engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard, ranges: Sequence[tuple[int, int]]
-) -> Tensor:
+) -> None:
     if list(shard.ranges) != list(ranges) or shard.stride() != info.stride:
         placed = "" if shard.param_name in ("", info.name) else f", cut as {shard.param_name!r}, whose place it had"
         raise ValueError(
@@ -362,7 +321,6 @@ def _own_part(
             "the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, or a framework's "
             "own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"
         )
-    return shard.piece
 
 
 def cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:

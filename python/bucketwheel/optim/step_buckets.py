@@ -6,9 +6,9 @@ The buckets of all spaces are cut at once, since they have one order for all dty
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
 from bucketwheel.grads.window_plan import plan_window
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.packing import RankBucket, rank_buckets
+from bucketwheel.layout.packing import rank_buckets
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core
-from bucketwheel.optim.rank_checks import expect_equal_places
+from bucketwheel.optim.rank_checks import expect_equal_lines
 from bucketwheel.pool.plan import expect_equal_plans
 from bucketwheel.pool.slots import Slots
 
@@ -51,15 +51,23 @@ class Cut:
 def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows) -> Cut:
     """The buckets of all ``spaces`` (none: no buckets). Adds the segments of ``rank`` to ``rows``, bucket by bucket."""
     plans = rank_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
-    accumulators = _Accumulators(plans, device)
-    cut = Cut([], {index: [] for space in spaces for index in space.indices}, accumulators.row_sums)
+    counts = [0 if device == CPU else core.ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans]
+    row_sums = None if device == CPU else torch.zeros(sum(counts), dtype=torch.float64, device=torch_device(device))
+    begins = list(itertools.accumulate(counts, initial=0))
+    cut = Cut([], {index: [] for space in spaces for index in space.indices}, row_sums)
     for number, plan in enumerate(plans):
         space, bucket, segments = spaces[plan.space], plan.bucket, plan.segments
         params = space.indices
         parts = [Part(params[f.param], f.bucket_begin, f.param_begin, f.numel) for f in plan.parts]
         shard = space.grad.narrow(0, bucket.shard_begin, bucket.shard_numel)
         ranges = [(s.shard_begin - bucket.shard_begin, s.shard_begin - bucket.shard_begin + s.numel) for s in segments]
-        accumulator, places = accumulators.make(shard, ranges)
+        accumulator: core.ShardAccumulator | core.ShardAccumulatorCuda
+        if row_sums is None:
+            accumulator, places = core.ShardAccumulator(shard, ranges), list(range(len(ranges)))
+        else:
+            sums = row_sums.narrow(0, begins[number], counts[number])
+            accumulator = on_cuda = core.ShardAccumulatorCuda(shard, ranges, sums)
+            places = [begins[number] + on_cuda.span_of(i) for i in range(len(ranges))]
         first_row = int(rows.table.rows)
         for place, s in zip(places, segments, strict=True):
             piece, group = space.grad.narrow(0, s.shard_begin, s.numel), space.flat.infos[s.param].group
@@ -73,27 +81,6 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
     return cut
 
 
-class _Accumulators:
-    """Makes the native accumulators of the shards of all ``plans``, and has the memory of their sums of squares on CUDA."""
-
-    def __init__(self, plans: Sequence[RankBucket], device: int) -> None:
-        self._begin = 0  # of the next one's spans in row_sums
-        self.row_sums: Tensor | None = None
-        if device != CPU:
-            spans = sum(core.ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans)
-            self.row_sums = torch.zeros(spans, dtype=torch.float64, device=torch_device(device))
-
-    def make(self, shard: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
-        """The accumulator of one bucket's shard, and the place of each range's sum of squares: `ShardPiece.row`."""
-        if self.row_sums is None:
-            return core.ShardAccumulator(shard, ranges), list(range(len(ranges)))
-        begin = self._begin
-        count = core.ShardAccumulatorCuda.max_spans(len(ranges))
-        self._begin += count
-        accumulator = core.ShardAccumulatorCuda(shard, ranges, self.row_sums.narrow(0, begin, count))
-        return accumulator, [begin + accumulator.span_of(i) for i in range(len(ranges))]
-
-
 def lease_slots(
     comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], *, limit: int, overlap: bool
 ) -> Slots:
@@ -104,8 +91,14 @@ def lease_slots(
     if comm.is_registered:
         expect_equal_plans([plan], comm)
         assert slots.lease is not None
-        flat = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
-        expect_equal_places(comm, {**flat, "the buckets": slots.lease.place})
+        places = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
+        # NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
+        expect_equal_lines(
+            comm,
+            [f"{what} at {at}" for what, at in {**places, "the buckets": slots.lease.place}.items()],
+            ". Registered memory must be at the same places (slab, offset) on all: make the same acquires of the communicators' "
+            "pools, in one order, before the optimizer is made, and close() the one before it",
+        )
         comm.register_pool()
         if comm.gathers is not comm:
             comm.gathers.register_pool()

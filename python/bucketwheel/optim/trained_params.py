@@ -23,7 +23,7 @@ from bucketwheel.optim.param_groups import collect_params
 
 __all__ = ["Hyperparameters", "Regrouping", "TrainedParams"]
 
-_KEYS = ("params", "lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
+_KEYS = ("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,6 @@ class TrainedParams:
             elif p.grad is not None:
                 p.grad = p.grad.detach().zero_()
 
-    @property
-    def has_unfrozen(self) -> bool:
-        return any(p.requires_grad for p in self.frozen)
-
     def waiting(self, params: Iterable[Tensor], shown: Mapping[Tensor, Any]) -> dict[Tensor, dict[str, Any]]:
         """Entries of those of ``params`` that are not trained so far: loaded, or assigned to ``optimizer.state`` (``shown``)."""
         entries = ((p, self.loaded.get(p) or shown.get(p)) for p in params if p not in self.index_of)
@@ -94,7 +90,7 @@ class TrainedParams:
         """What has changed. ValueError or TypeError naming what cannot be followed."""
         group_of: dict[Tensor, int] = {}
         for g, group in enumerate(param_groups):
-            missing = [key for key in _KEYS if key not in group]
+            missing = [key for key in ("params", *_KEYS) if key not in group]
             if missing:
                 raise ValueError(f"parameter group {g} has no {missing[0]!r}; optimizer.add_param_group() fills it in")
             if isinstance(group["params"], Iterator):
@@ -159,7 +155,7 @@ class Hyperparameters:
         return Facts(digest.to_bytes(4, "little"), functools.partial(_by_name, self._values, edits))
 
 
-_given = operator.itemgetter("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
+_given = operator.itemgetter(*_KEYS)
 _PLAIN = frozenset((float, bool))
 _NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 
