@@ -16,6 +16,7 @@ Ranks that are threads of one process share an object instead of the Store.
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,6 @@ from bucketwheel.torch_internals import store_of, timeout_of
 __all__ = ["Board", "Everyone", "FailedElsewhere", "everyone_of"]
 
 _USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
-_MOST = 1 << 20  # characters in a key: torch's TCPStore takes 8 MiB
 _POLL_S = (0.002, 0.5)  # between two looks at a key: the shortest pause and the longest
 _POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far
 _NOTE_S = 1.0  # between two notes that data is being written
@@ -102,34 +102,25 @@ class Board:
         elif everyone.size > 1:
             self._store = dist.PrefixStore(self._name, store_of(None))
 
-    def tell(self, key: str, text: str) -> None:
-        if self._store is None:
-            return
-        parts = [text[at : at + _MOST] for at in range(0, len(text), _MOST)]
-        for number, part in enumerate(parts):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, str(len(parts)))
+    def tell(self, key: str, said: bytes) -> None:
+        if self._store is not None:
+            self._store.set(key, zlib.compress(said))  # torch's TCPStore takes 8 MiB
 
-    def wait_for(self, key: str, what: str) -> str:
-        """Another rank's text. `FailedElsewhere` as soon as some rank has failed. CheckpointError, which names ``what``, if no
+    def wait_for(self, key: str, what: str) -> bytes:
+        """What another rank has told. `FailedElsewhere` as soon as some rank has failed. CheckpointError, which names ``what``, if no
         rank has written anything for the ranks' time limit."""
-        limit_s, shortest_s = self._timeout_s, max(_POLL_S[0], 5e-5 * self._size)
         began = since = time.monotonic()
         seen = -1
         while not self._store.check([key]) and not self._store.check(["outcome"]):
             writes, now = self._store.add("writes", 0), time.monotonic()
             if writes != seen:
                 seen, since = writes, now
-            elif now - since > limit_s:
-                raise CheckpointError(f"waited {limit_s:g} s for {what}, and nothing was written in that time")
-            time.sleep(max(min(_POLL_SHARE * (now - began), _POLL_S[1]), shortest_s))
-        if self._store.check(["outcome"]) and (text := self._text("outcome")):
-            raise FailedElsewhere(text)
-        return self._text(key)
-
-    def _text(self, key: str) -> str:
-        parts = range(int(self._store.get(key)))
-        return b"".join(self._store.get(f"{key}/{number}") for number in parts).decode()
+            elif now - since > self._timeout_s:
+                raise CheckpointError(f"waited {self._timeout_s:g} s for {what}, and nothing was written in that time")
+            time.sleep(max(min(_POLL_SHARE * (now - began), _POLL_S[1]), _POLL_S[0], 5e-5 * self._size))
+        if self._store.check(["outcome"]) and (text := zlib.decompress(self._store.get("outcome"))):
+            raise FailedElsewhere(text.decode())
+        return zlib.decompress(self._store.get(key))
 
     def note_write(self) -> None:
         """Data is being written."""
@@ -150,9 +141,5 @@ class Board:
             left = self._store.add("left", 0)
         if left == self._size:
             _shared.pop(self._name, None)
-            for key in ("outcome", *map(str, range(1, left))):
-                parts = int(self._store.get(key)) if self._store.check([key]) else 0
-                for each in (*(f"{key}/{number}" for number in range(parts)), key):
-                    self._store.delete_key(each)
-            for key in ("writes", "left"):
+            for key in ("outcome", "writes", "left", *map(str, range(1, left))):
                 self._store.delete_key(key)

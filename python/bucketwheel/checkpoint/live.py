@@ -19,7 +19,6 @@ from bucketwheel.layout.shard_memory import ShardMemory
 __all__ = [
     "PARAM",
     "Engine",
-    "HostRows",
     "ShardedOptimizer",
     "engine_of",
     "exchange",
@@ -63,24 +62,6 @@ class Engine(Protocol):
     def expect_done_by_all(self, what: str, error: Exception | None) -> None: ...
 
 
-class HostRows(Protocol):
-    """Steps a copy of a shard in host memory as the optimizer steps the shard; see `AdamRows`."""
-
-    table: Any
-
-    def add(
-        self, param: int, group: int, p: Tensor, g: Tensor | None, state: Mapping[str, Tensor], *, param_begin: int = 0
-    ) -> int: ...
-    def begin_step(
-        self,
-        param_groups: Sequence[dict[str, Any]],
-        used: Sequence[bool] | bytes,
-        factors: Tensor | None = None,
-        average: float = 1.0,
-    ) -> None: ...
-    def step(self) -> None: ...
-
-
 class ShardedOptimizer(Protocol):
     """What a checkpoint asks of an optimizer: a `ShardedAdamW`."""
 
@@ -94,7 +75,7 @@ class ShardedOptimizer(Protocol):
     def _load(
         self, what: str, find: Callable[[], dict[str, Any]], load_model: Callable[[], None] | None = None
     ) -> None: ...
-    def _host_rows(self, steps: Tensor, *, amsgrad: bool, resync: bool) -> HostRows: ...
+    def _host_rows(self, *args: Any, **options: Any) -> Any: ...  # of `AdamRows`, which step a copy in host memory
 
 
 def engine_of(optimizer: ShardedOptimizer | None) -> Engine | None:

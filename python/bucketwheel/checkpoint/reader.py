@@ -83,10 +83,10 @@ class Reader(StorageReader):
             self.close()
         return compared
 
-    def read_object(self, fqn: str) -> Any:
-        """An object that is no tensor; its checksums are compared. Raises `CheckpointError`, also if its pickle names what
+    def read_object(self, fqn: str, offset: torch.Size | None = None) -> Any:
+        """An object that is no tensor, or a box of another writer; its checksums are compared. Raises `CheckpointError`, also if its pickle names what
         ``torch.load(weights_only=True)`` refuses."""
-        content = self._object_bytes(MetadataIndex(fqn))
+        content = self._object_bytes(MetadataIndex(fqn, offset))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -177,7 +177,7 @@ class Reader(StorageReader):
         if stored.sums is None:
             target.copy_(part_of(self._foreign_box(index), item.storage_offsets, item.lengths))
         elif is_plain and target.dtype == dtype and last - first == target.numel():
-            self._read_data(index, stored, first * dtype.itemsize, buffer_of(target), checks)
+            self._read_data(index, stored, first * dtype.itemsize, last * dtype.itemsize, buffer_of(target), checks)
             torch.autograd.graph.increment_version(target)  # torch does not see this write
         else:
             strides = [sizes[dim + 1 :].numel() for dim in range(len(sizes))]
@@ -185,7 +185,7 @@ class Reader(StorageReader):
                 offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
                 first, last = _span(sizes, offsets, lengths)
                 staged = torch.empty(last - first, dtype=dtype, device="cpu")
-                self._read_data(index, stored, first * dtype.itemsize, buffer_of(staged), checks)
+                self._read_data(index, stored, first * dtype.itemsize, last * dtype.itemsize, buffer_of(staged), checks)
                 part_of(target, begin, lengths).copy_(staged.as_strided(lengths, strides))
         if checks and stored.sums is not None:
             self._check_item(index, stored, 0, 0)  # what lies around its data
@@ -204,18 +204,14 @@ class Reader(StorageReader):
         chunks = entry.chunks[index.index or 0 :] + entry.chunks  # its number is a hint
         return entry.properties.dtype, next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
 
-    def _read_data(self, index: MetadataIndex, stored: Stored, begin: int, out: memoryview, checks: bool) -> None:
-        """Bytes [begin, begin + len(out)) of a box's data, in row-major order."""
-        assert stored.sums is not None
-        if checks:
-            self._check_data(index, stored, begin, begin + len(out), out)
-        else:
-            self._read(stored, stored.sums.begin + begin, out)
-
-    def _check_data(
-        self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: memoryview | None = None
+    def _read_data(
+        self, index: MetadataIndex, stored: Stored, begin: int, end: int, out: memoryview | None, checks: bool = True
     ) -> None:
-        """Reads the chunks that hold bytes [begin, end) of a box, those bytes into ``out``, and compares checksums."""
+        """Bytes [begin, end) of a box's data, in row-major order, into ``out``. ``checks``: reads all of the chunks that hold
+        them, and compares checksums."""
+        if not checks and out is not None and stored.sums is not None:
+            self._read(stored, stored.sums.begin + begin, out)
+            return
         assert stored.sums is not None
         chunk_bytes = self.description.chunk_bytes
         for at in range(begin // chunk_bytes * chunk_bytes, end, chunk_bytes):
@@ -234,7 +230,7 @@ class Reader(StorageReader):
         assert stored.sums is not None
         after = stored.sums.begin + stored.sums.nbytes
         crc = self._read_summed(stored, 0, self._stage(stored.sums.begin))
-        self._check_data(index, stored, begin, end)
+        self._read_data(index, stored, begin, end, None)
         if self._read_summed(stored, after, self._stage(stored.length - after), crc) != stored.sums.envelope:
             raise CheckpointError(self._damaged(index, stored, "around its data"))
 
@@ -281,21 +277,18 @@ class Reader(StorageReader):
         if stored.sums is None:
             self._read(stored, 0, memoryview(content))
         else:
-            self._check_data(index, stored, 0, stored.length, memoryview(content))
+            self._read_data(index, stored, 0, stored.length, memoryview(content))
         return BytesIO(content)
 
     def _foreign_box(self, index: MetadataIndex) -> torch.Tensor:
         """A box of another writer, loaded whole."""
         if self._whole is None or self._whole[0] != index:
-            at = f"{index.fqn!r} at {index.offset} in {self.path}"
-            content = self._object_bytes(index)
-            try:
-                tensor = torch.load(content, map_location="cpu", weights_only=True)
-            except Exception as error:  # a damaged one may raise anything
-                raise CheckpointError(f"{at} cannot be loaded: {error}") from error
+            tensor = self.read_object(index.fqn, index.offset)
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
-                raise CheckpointError(f"{at} is not a {dtype} of {tuple(sizes)}")
+                raise CheckpointError(
+                    f"{index.fqn!r} at {index.offset} in {self.path} is not a {dtype} of {tuple(sizes)}"
+                )
             self._whole = index, tensor.resolve_conj().resolve_neg()
         return self._whole[1]
 

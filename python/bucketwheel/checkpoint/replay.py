@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.checkpoint.live import HostRows, ShardedOptimizer
+from bucketwheel.checkpoint.live import ShardedOptimizer
 from bucketwheel.device import buffer_of
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 
@@ -98,7 +98,7 @@ class ShardLayout:
         for piece, place in self.pairs(memory, mirror):
             place.copy_(piece)
 
-    def rows_over(self, mirror: Tensor, optimizer: ShardedOptimizer) -> HostRows:
+    def rows_over(self, mirror: Tensor, optimizer: ShardedOptimizer) -> Any:
         """What steps a mirror, without gradients."""
         tensors = self.mirror.tensors(mirror)
         rows = optimizer._host_rows(tensors.pop("steps"), amsgrad=self.amsgrad, resync=self._resync)
@@ -159,7 +159,7 @@ class Record:
             if found:
                 torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)
 
-    def replay(self, rows: HostRows) -> None:
+    def replay(self, rows: Any) -> None:
         average, *scalars = self._tensors["scalars"].tolist()
         groups: list[dict[str, Any]] = []
         for number in range(0, len(scalars), len(_HYPERPARAMETERS)):
@@ -225,7 +225,7 @@ class ShardCopy:
         self._kept[step % len(self._records)] = step
 
     @functools.cached_property
-    def _rows(self) -> list[HostRows]:
+    def _rows(self) -> list[Any]:
         """Of each mirror."""
         return [self.layout.rows_over(mirror, self._optimizer) for mirror in self._mirrors]
 

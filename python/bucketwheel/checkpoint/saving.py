@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
+import pickle
 import secrets
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.nn import Module, Parameter
 
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.everyone import Board, Everyone, FailedElsewhere, everyone_of
-from bucketwheel.checkpoint.format import Stored, Sums, describe, folder_of
+from bucketwheel.checkpoint.format import describe, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
@@ -160,13 +160,6 @@ class _Sharded:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """What is saved as one object, whatever it is made of."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class _Item:
     """One box, or the bytes of another object (``shape`` is None)."""
 
@@ -204,8 +197,7 @@ class _Contents:
         if extra is not None:
             expect_loadable("extra", extra)
             self.digest = digest_of(extra) if everyone.size > 1 else ""
-            tree["extra"] = _Whole(extra)
-        if not tree:
+        elif not tree:
             raise ValueError("nothing to save: give a model, an optimizer or extra")
         odd = _odd_containers(tree)
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
@@ -220,6 +212,8 @@ class _Contents:
         self._add_sharded({key: leaf for key, leaf in planner.state_dict.items() if isinstance(leaf, _Sharded)})
         self._add_others({key: leaf for key, leaf in planner.state_dict.items() if not isinstance(leaf, _Sharded)})
         self._add_others({f"{WHOLE}{key}": value for key, value in odd.items()})
+        if extra is not None and self.rank == 0:
+            self.add_object("extra", extra)
 
     def _of_model(self, model: Module) -> dict[str, Any]:
         known: dict[Tensor, ParamInfo] = {info.param: info for info in self.engine.infos} if self.engine else {}
@@ -282,7 +276,7 @@ class _Contents:
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.rank == 0):
                 continue
             if not isinstance(leaf, Tensor):
-                self.add_object(key, leaf.value if isinstance(leaf, _Whole) else leaf)
+                self.add_object(key, leaf)
                 continue
             value = leaf.detach().resolve_conj().resolve_neg()
             if not isinstance(leaf, Parameter) and self.staging.reserve(leaf.nbytes):
@@ -387,7 +381,6 @@ class PendingSave:
         self._rank = contents.rank
         self._owner = None if contents.engine is None else weakref.ref(contents.engine)
         self._nbytes = sum(item.nbytes for item in contents.items)
-        self._written_others = 0  # bytes of what is no tensor
         path = folder / SAVING / f"__{self._rank}_0.distcp"
         self._file = DataFile(path, chunk_bytes=contents.chunk_bytes, buffer_bytes=contents.part_bytes)
         self._written = threading.Event()  # this rank's data
@@ -409,7 +402,7 @@ class PendingSave:
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written, and all that it writes."""
-        return self._contents.staging.written_bytes + self._written_others, self._nbytes
+        return self._contents.staging.written_bytes, self._nbytes
 
     @property
     def stats(self) -> SaveStats:
@@ -436,7 +429,7 @@ class PendingSave:
             if self._rank == 0:
                 self._commit(rows)
             else:
-                self._board.tell(str(self._rank), json.dumps(rows))
+                self._board.tell(str(self._rank), pickle.dumps(rows))
                 self._board.wait_for("outcome", "rank 0's commit")
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
             self._fail(error)
@@ -450,12 +443,15 @@ class PendingSave:
             self._ended.set()
 
     def _write(self) -> list[Any]:
-        """Returns what it has written, for JSON."""
-        rows = []
+        """Returns what it has written: a tensor's shape (None: another object's), and the dtype and sizes of the box."""
+        rows: list[Any] = []
         for item in self._contents.items:
-            rows.append(_row(item, self._file.add(item.index, item.data).storage_data))
-            if not isinstance(item.data, LiveTensor):
-                self._written_others += item.nbytes
+            result = self._file.add(item.index, item.data)
+            if isinstance(item.data, LiveTensor):
+                rows.append((item.shape, item.data.dtype, item.data.shape, result))
+            else:
+                rows.append((None, None, None, result))
+                self._contents.staging.written_bytes += item.nbytes
             self._board.note_write()
         self._contents.staging.expect_good()
         self._let_go(None)
@@ -467,9 +463,9 @@ class PendingSave:
 
     def _commit(self, rows: list[Any]) -> None:
         others = range(1, self._contents.size)
-        reports = [rows, *(json.loads(self._board.wait_for(str(rank), "the other ranks' data")) for rank in others)]
+        reports = [rows, *(pickle.loads(self._board.wait_for(str(rank), "the other ranks' data")) for rank in others)]
         publish(self._folder, *_joined(reports, self._contents), chunk_bytes=self._contents.chunk_bytes)
-        self._board.tell("outcome", "")
+        self._board.tell("outcome", b"")
 
     def _let_go(self, error: BaseException | None) -> None:
         """The live memory is not needed any more."""
@@ -491,16 +487,7 @@ class PendingSave:
         self._error.__cause__ = error
         self._file.discard()
         with contextlib.suppress(RuntimeError):  # the Store is gone, as the other ranks find too
-            self._board.tell("outcome", text)
-
-
-def _row(item: _Item, stored: Stored) -> list[Any]:
-    assert stored.sums is not None
-    dtype = None if item.shape is None else str(item.data.dtype).removeprefix("torch.")
-    sizes = None if item.shape is None else list(item.data.shape)
-    offset = None if item.index.offset is None else list(item.index.offset)
-    sums = (stored.sums.begin, stored.sums.nbytes, stored.sums.envelope, stored.sums.chunks.hex())
-    return [item.index.fqn, item.shape, dtype, offset, sizes, stored.path, stored.offset, stored.length, sums]
+            self._board.tell("outcome", text.encode())
 
 
 def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -509,21 +496,18 @@ def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list
     for name, written in contents.same.items():
         also.setdefault(written, []).append(name)
     entries: dict[str, Any] = {}
-    properties: dict[str, TensorProperties] = {}  # by dtype: pickled once
+    properties: dict[torch.dtype, TensorProperties] = {}  # by dtype: pickled once
     results: list[list[WriteResult]] = [[] for _ in reports]
     for rank, rows in enumerate(reports):
-        for fqn, shape, dtype, offset, sizes, path, begin, length, sums in rows:
-            before, nbytes, envelope, chunks = sums
-            stored = Stored(path, begin, length, Sums(before, nbytes, envelope, bytes.fromhex(chunks)))
-            for name in (fqn, *also.get(fqn, ())):
-                index = MetadataIndex(name, None if offset is None else torch.Size(offset))
-                results[rank].append(WriteResult(index, length, stored))
+        for shape, dtype, sizes, result in rows:
+            for name in (result.index.fqn, *also.get(result.index.fqn, ())):
+                results[rank].append(replace(result, index=replace(result.index, fqn=name)))
                 if shape is None:
                     entries[name] = BytesStorageMetadata()
                     continue
-                kind = properties.setdefault(dtype, TensorProperties(dtype=getattr(torch, dtype)))
+                kind = properties.setdefault(dtype, TensorProperties(dtype=dtype))
                 entry = entries.setdefault(name, TensorStorageMetadata(kind, torch.Size(shape), []))
-                entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+                entry.chunks.append(ChunkStorageMetadata(result.index.offset, sizes))
     paths = {**{name: (name,) for name in entries}, **contents.paths}  # of a rank's own extra too: stock reads by keys
     return Metadata(entries, planner_data=paths), results
 

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -67,21 +67,14 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-class _Recorder:
-    """A file that torch.save writes to: what comes before the one hole that it leaves for data, and what comes behind."""
+class _Recorder(BytesIO):
+    """A file that torch.save writes to, without the one hole that it leaves for data."""
 
-    def __init__(self) -> None:
-        self.parts: list[list[bytes]] = [[]]
+    hole: int | None = None
 
-    def write(self, data: Any) -> int:
-        self.parts[-1].append(bytes(data))
-        return len(data)
-
-    def seek(self, offset: int, whence: int) -> None:
-        self.parts.append([])
-
-    def flush(self) -> None:
-        pass
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.hole = self.tell()
+        return self.hole
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,9 +84,9 @@ def envelope_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, byte
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, sizes)  # type: ignore[call-overload]
     recorder = _Recorder()
     with torch.serialization.skip_data():
-        torch.save(tensor, recorder)  # type: ignore[arg-type]
-    before, behind = [b"".join(part) for part in [*recorder.parts, []][:2]]
-    return before, behind
+        torch.save(tensor, recorder)
+    content, hole = recorder.getvalue(), recorder.hole
+    return content[:hole], b"" if hole is None else content[hole:]
 
 
 class DataFile:
@@ -164,15 +157,11 @@ class DataFile:
             os.fsync(self._file.fileno())
         self._end()
 
-    def empty(self) -> None:
-        """Give its space back, and write no more: the save has failed."""
+    def discard(self) -> None:
+        """Remove it, and write no more: the save has failed."""
         self._end()
         with contextlib.suppress(OSError):  # it is gone already
-            os.truncate(self.path, 0)
-
-    def discard(self) -> None:
-        """The same, and remove it."""
-        self.empty()  # a process that was forked meanwhile has it open still
+            os.truncate(self.path, 0)  # a process that was forked meanwhile has it open still
         self.path.unlink(missing_ok=True)
 
     def _end(self) -> None:
@@ -299,20 +288,15 @@ def publish(
         flush(temporary)
         temporary.replace(folder / METADATA)
     except BaseException:
-        if not _names(folder / METADATA, data):  # else it has been committed, whatever an interrupted rename says
+        there = folder / METADATA
+        # Else it has been committed, whatever an interrupted rename says.
+        if not there.exists() or data.encode() not in there.read_bytes():
             (folder / data).rename(saving)  # each rank removes its file there
         raise
     flush(folder)
     for path in folder.iterdir():
         if _DATA.fullmatch(path.name) and path.name != data:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _names(metadata: Path, data: str) -> bool:
-    try:
-        return data.encode() in metadata.read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 def stat_of(path: Path) -> os.stat_result:
@@ -368,18 +352,17 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._written(plan, planner.resolve_data) if plan.items else [])
-        return done
-
-    def _written(self, plan: SavePlan, resolve: Callable[..., Any]) -> list[WriteResult]:
+        if not plan.items:
+            done.set_result([])
+            return done
         file = DataFile(self.path / SAVING / plan.storage_data, chunk_bytes=self.chunk_bytes, sync=self.sync)
         try:
-            results = [file.add(item.index, resolve(item)) for item in plan.items]
+            done.set_result([file.add(item.index, planner.resolve_data(item)) for item in plan.items])
             file.close()
         except BaseException:
             file.discard()
             raise
-        return results
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:

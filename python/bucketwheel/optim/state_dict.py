@@ -238,7 +238,9 @@ def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, r
             if rows is not None:
                 raise ValueError("reset_state: rows of a parameter that the next step() takes in; call it afterwards")
             del optimizer.state[p]
-    which = "" if rows is None else _digest_of_rows(rows)
+    given = rows.tolist() if isinstance(rows, Tensor) else rows
+    # So that ranks can compare it.
+    which = "" if rows is None else f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
     for info in engine.infos if indices is None else [engine.infos[i] for i in indices]:
         reset(engine, info, rows)
         optimizer._shown.said.add(f"{info.name!r} starts anew{which}")
@@ -275,12 +277,6 @@ def _expect_states(entry: dict[str, Any], names: Sequence[str], param: Tensor, o
                 f"the state {name!r} of {of} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )
     return found
-
-
-def _digest_of_rows(rows: Any) -> str:
-    """Of what `reset` is given, so that ranks can compare it."""
-    given = rows.tolist() if isinstance(rows, Tensor) else rows
-    return f" in rows of checksum {zlib.crc32(repr(given).encode()):08x}"
 
 
 def _expect_hyperparameters(groups: Sequence[dict[str, Any]]) -> None:
