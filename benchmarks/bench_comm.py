@@ -90,10 +90,10 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
     gloo_scatter(scattered, foreign)
     out = torch.empty(shard_numel)
     summed = torch.zeros(shard_numel)
-    sink = core.ShardSink(core.ShardAccumulator(summed, [(0, shard_numel)]))
+    sink = core.ShardAccumulator(summed, [(0, shard_numel)])
 
     def reduce_to_sink() -> None:
-        sink.begin(False)
+        sink.start(False)
         comm._reduce_scatter_into(pooled, sink).wait()
 
     if comm.backend == "shm":

@@ -184,7 +184,7 @@ def arrival(bench: Bench) -> None:
             target = torch.empty_like(source)
 
             def take(sink: Any, full: Any = full) -> None:
-                sink.begin(False)
+                sink.start(False)
                 comm._reduce_scatter_into(full, sink).wait()
 
             ways = {
@@ -213,7 +213,7 @@ def _sink(numel: int, segments: list[tuple[int, int]]) -> Any:
     module = native()
     shard = torch.empty(numel, device=DEVICE.tensors)
     sums = torch.empty(module.ShardAccumulatorCuda.max_spans(len(segments)), dtype=torch.float64, device=DEVICE.tensors)
-    return module.ShardSinkCuda(module.ShardAccumulatorCuda(shard, segments, sums))
+    return module.ShardAccumulatorCuda(shard, segments, sums)
 
 
 # ---- layouts

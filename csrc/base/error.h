@@ -24,17 +24,21 @@ struct TypeError : std::invalid_argument {
 // The root of everything else: bucketwheel.Error (a RuntimeError).
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
+  virtual const char* name() const noexcept { return "Error"; }  // of the class in Python
 };
 
-struct DeviceError : Error {
-  using Error::Error;
-};
-struct OutOfMemory : DeviceError {
+// An error that differs from its base in its class alone.
+#define BW_ERROR(Name, Base)                                     \
+  struct Name : Base {                                           \
+    using Base::Base;                                            \
+    const char* name() const noexcept override { return #Name; } \
+  }
+
+BW_ERROR(DeviceError, Error);
+struct OutOfMemory : DeviceError {  // a DeviceError in Python
   using DeviceError::DeviceError;
 };
-struct CaptureError : DeviceError {
-  using DeviceError::DeviceError;
-};
+BW_ERROR(CaptureError, DeviceError);
 
 // By rank: the number of the last operation that it has issued (0: none); no value where that is not known.
 using LastSeqs = std::vector<std::optional<uint64_t>>;
@@ -52,55 +56,30 @@ struct CommFacts {
 
 struct CommError : Error {
   explicit CommError(const std::string& message, CommFacts facts = {}) : Error(message), facts(std::move(facts)) {}
+  const char* name() const noexcept override { return "CommError"; }
   CommFacts facts;
 };
-struct PeerError : CommError {
-  using CommError::CommError;
-};
-struct CommTimeout : CommError {
-  using CommError::CommError;
-};
-struct MismatchError : CommError {
-  using CommError::CommError;
-};
-struct ClosedError : CommError {
-  using CommError::CommError;
-};
+BW_ERROR(PeerError, CommError);
+BW_ERROR(CommTimeout, CommError);
+BW_ERROR(MismatchError, CommError);
+BW_ERROR(ClosedError, CommError);
 
-struct PoolError : Error {
-  using Error::Error;
-};
-struct ReleasedTwice : PoolError {
-  using PoolError::PoolError;
-};
-struct UseAfterRelease : PoolError {
-  using PoolError::PoolError;
-};
-struct LeaseLeak : PoolError {
-  using PoolError::PoolError;
-};
-struct KeyBusy : PoolError {
-  using PoolError::PoolError;
-};
-struct PoolBusy : PoolError {
-  using PoolError::PoolError;
-};
-struct UnknownKey : PoolError {
-  using PoolError::PoolError;
-};
-struct SizeExceedsPlan : PoolError {
-  using PoolError::PoolError;
-};
-struct PlanDiverged : PoolError {
-  using PoolError::PoolError;
-};
+BW_ERROR(PoolError, Error);
+BW_ERROR(ReleasedTwice, PoolError);
+BW_ERROR(UseAfterRelease, PoolError);
+BW_ERROR(LeaseLeak, PoolError);
+BW_ERROR(KeyBusy, PoolError);
+BW_ERROR(PoolBusy, PoolError);
+BW_ERROR(UnknownKey, PoolError);
+BW_ERROR(SizeExceedsPlan, PoolError);
+BW_ERROR(PlanDiverged, PoolError);
 
 }  // namespace bucketwheel
 
-// A precondition. `message` is built only when it fails.
-#define BW_EXPECTS(condition, message)          \
-  do {                                          \
-    if (!(condition)) {                         \
-      throw ::bucketwheel::ValueError(message); \
-    }                                           \
+// A precondition, and its message, which is built only when it fails.
+#define BW_EXPECTS(condition, ...)                  \
+  do {                                              \
+    if (!(condition)) {                             \
+      throw ::bucketwheel::ValueError(__VA_ARGS__); \
+    }                                               \
   } while (0)

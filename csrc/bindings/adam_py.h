@@ -78,7 +78,7 @@ struct AdamTensors {
     if (p.dtype == DType::kFloat64) {
       expect_dtype(out, DType::kFloat64, {"grads", index});
     } else if (!is_float(out.dtype) || out.dtype == DType::kFloat64) {
-      throw TypeError(item_text("grads", index) + " is " + name_of(out.dtype) +
+      throw TypeError(Name{"grads", index}.text() + " is " + name_of(out.dtype) +
                       ", expected float32, bfloat16 or float16");
     }
     expect_same_device(out, {"grads", index}, p, {"params", index});
@@ -91,8 +91,9 @@ struct AdamTensors {
     const auto all = parts(&g);
     for (auto a = all.begin(); p.numel > 0 && a != all.end(); ++a) {
       for (auto b = a + 1; a->tensor != nullptr && b != all.end(); ++b) {
-        BW_EXPECTS(b->tensor == nullptr || !dlpack::overlap(*a->tensor, *b->tensor),
-                   dlpack::item_text(a->list, index) + " and " + dlpack::item_text(b->list, index) + " share memory");
+        BW_EXPECTS(
+            b->tensor == nullptr || !dlpack::overlap(*a->tensor, *b->tensor),
+            dlpack::Name{a->list, index}.text() + " and " + dlpack::Name{b->list, index}.text() + " share memory");
       }
     }
   }
@@ -122,7 +123,7 @@ struct AdamTensors {
     if (p.dtype == DType::kFloat64) {
       expect_dtype(m, DType::kFloat64, {"exp_avgs", index});
     } else if (m.dtype != DType::kFloat32 && m.dtype != DType::kBFloat16) {
-      throw TypeError(item_text("exp_avgs", index) + " is " + name_of(m.dtype) + ", expected float32 or bfloat16");
+      throw TypeError(Name{"exp_avgs", index}.text() + " is " + name_of(m.dtype) + ", expected float32 or bfloat16");
     }
     expect_dtype(v, m.dtype, {"exp_avg_sqs", index});
     if (vmax) {
@@ -134,7 +135,7 @@ struct AdamTensors {
     using namespace dlpack;
     const auto expect_taken = [&](bool is_taken, const char* list) {
       if (!is_taken) {
-        throw TypeError(item_text("params", index) + " is " + name_of(p.dtype) + " and takes no " + list);
+        throw TypeError(Name{"params", index}.text() + " is " + name_of(p.dtype) + " and takes no " + list);
       }
     };
     if (master) {
@@ -144,7 +145,7 @@ struct AdamTensors {
     if (remainder) {
       expect_dtype(*remainder, DType::kInt16, {"remainders", index});
       expect_taken(p.dtype == DType::kBFloat16, "remainders");
-      BW_EXPECTS(!master, item_text("params", index) + " has both master_params and remainders");
+      BW_EXPECTS(!master, Name{"params", index}.text() + " has both master_params and remainders");
     }
   }
 };
@@ -372,21 +373,21 @@ class StepCount {
     if (py::isinstance<py::int_>(value)) {
       step_ = value.cast<int64_t>();
       BW_EXPECTS(step_ >= 1,
-                 dlpack::item_text("steps", index) + " is " + std::to_string(step_) + ": steps count from 1");
+                 dlpack::Name{"steps", index}.text() + " is " + std::to_string(step_) + ": steps count from 1");
       return;
     }
     tensor_ = dlpack::describe_item(value, {"steps", index});
     BW_EXPECTS(tensor_.numel == 1,
-               dlpack::item_text("steps", index) + " has shape " + tensor_.shape_text() + ", expected one element");
+               dlpack::Name{"steps", index}.text() + " has shape " + tensor_.shape_text() + ", expected one element");
     if (tensor_.dtype == DType::kFloat32) {
       step_ = static_cast<int64_t>(*static_cast<const float*>(tensor_.data)) + 1;
     } else if (tensor_.dtype == DType::kInt64) {
       step_ = *static_cast<const int64_t*>(tensor_.data) + 1;
     } else {
-      throw TypeError(dlpack::item_text("steps", index) + " is " + name_of(tensor_.dtype) +
+      throw TypeError(dlpack::Name{"steps", index}.text() + " is " + name_of(tensor_.dtype) +
                       ", expected float32 or int64");
     }
-    BW_EXPECTS(step_ >= 1, dlpack::item_text("steps", index) + " is negative");
+    BW_EXPECTS(step_ >= 1, dlpack::Name{"steps", index}.text() + " is negative");
   }
   int64_t value() const { return step_; }
   const void* address() const { return tensor_.data; }

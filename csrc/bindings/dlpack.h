@@ -377,13 +377,10 @@ inline bool overlap(const Described& a, const Described& b) {
 }
 
 // A tensor of a list, for messages: "params[3]"; without an index "tensor". The text is made only when a check fails.
-inline std::string item_text(const char* list, int64_t index) {
-  return std::string(list) + (index < 0 ? "" : "[" + std::to_string(index) + "]");
-}
 struct Name {
   const char* list;
   int64_t index = -1;
-  std::string text() const { return item_text(list, index); }
+  std::string text() const { return std::string(list) + (index < 0 ? "" : "[" + std::to_string(index) + "]"); }
 };
 
 inline void expect_dense(const Described& tensor, Name name) {

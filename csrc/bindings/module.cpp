@@ -24,7 +24,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_cuda(m);
   bucketwheel::bind_pool(m);
   bucketwheel::bind_pack(m);
-  bucketwheel::bind_norm(m);
   bucketwheel::bind_adam(m);
   bucketwheel::bind_adam_cuda(m);
   bucketwheel::bind_crc32c(m);
@@ -32,8 +31,8 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_peers(m);
   bucketwheel::bind_nccl(m);
   bucketwheel::bind_c10d(m);
+  bucketwheel::bind_norm(m);
   bucketwheel::bind_norm_cuda(m);
-  bucketwheel::bind_bucket(m);
   bucketwheel::bind_schedule(m);
   bucketwheel::bind_placement(m);
   bucketwheel::bind_arrivals(m);

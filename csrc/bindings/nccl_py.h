@@ -30,16 +30,11 @@ inline py::dict nccl_info() {
     py::gil_scoped_release unlocked;  // the first call reads a large file
     api = &nccl_api();
   }
-  py::dict features;
-  features["windows"] = api->features.windows;
-  features["zero_cta"] = api->features.zero_cta;
-  features["symmetric_avg"] = api->features.symmetric_avg;
-  py::dict info;
-  info["path"] = api->path;
-  info["found"] = api->found;
-  info["version"] = api->version;
-  info["features"] = features;
-  return info;
+  using py::arg;
+  const py::dict features(arg("windows") = api->features.windows, arg("zero_cta") = api->features.zero_cta,
+                          arg("symmetric_avg") = api->features.symmetric_avg);
+  return py::dict(arg("path") = api->path, arg("found") = api->found, arg("version") = api->version,
+                  arg("features") = features);
 }
 
 inline py::bytes nccl_unique_id() {

@@ -112,13 +112,21 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
   BW_CUDA_TRY(launch_clip, launch, native_stream(*stream, "clip"));
 }
 
-// ShardAccumulatorCuda with what it writes to.
-class PyShardAccumulatorCuda {
+// ShardAccumulatorCuda with what it writes to; what a reduce-scatter on CUDA fills.
+class PyShardAccumulatorCuda final : public ReduceSink {
  public:
   PyShardAccumulatorCuda(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments, py::handle sums)
       : shard_owner_(held(shard)), sums_owner_(held(sums)), accumulator_(made(shard, segments, sums)) {}
-  ShardAccumulatorCuda& accumulator() { return accumulator_; }
+  void start(bool add) { accumulator_.start(add); }
   int64_t span_of(size_t segment) const { return accumulator_.span_of(segment); }
+
+  bool takes(DType dtype) const override { return shard_takes(accumulator_.dtype(), dtype); }
+  void consume(size_t, int64_t, const void*, int64_t) override {
+    throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
+  }
+  void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {
+    accumulator_.run(sources, dtype, numel, stream);
+  }
 
  private:
   static ShardAccumulatorCuda made(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments,
@@ -137,23 +145,6 @@ class PyShardAccumulatorCuda {
   ShardAccumulatorCuda accumulator_;
 };
 
-// What connects a reduce-scatter on CUDA to the gradient shard it fills.
-class ShardSinkCuda final : public ReduceSink {
- public:
-  explicit ShardSinkCuda(std::shared_ptr<PyShardAccumulatorCuda> accumulator) : accumulator_(std::move(accumulator)) {}
-  void begin(bool add) { accumulator_->accumulator().start(add); }
-  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
-  void consume(size_t, int64_t, const void*, int64_t) override {
-    throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
-  }
-  void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {
-    accumulator_->accumulator().run(sources, dtype, numel, stream);
-  }
-
- private:
-  std::shared_ptr<PyShardAccumulatorCuda> accumulator_;
-};
-
 inline void bind_norm_cuda(py::module_& m) {
   py::class_<SumsqCudaTable>(m, "SumsqCudaTable")
       .def(py::init([](int device) { return std::make_unique<SumsqCudaTable>(CudaDevice::at(device)); }),
@@ -166,14 +157,12 @@ inline void bind_norm_cuda(py::module_& m) {
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
         py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::kw_only(),
         py::arg("norm"), py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);
-  py::class_<PyShardAccumulatorCuda, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
+  py::class_<PyShardAccumulatorCuda, ReduceSink, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&, py::handle>(), py::arg("shard"),
            py::arg("segments"), py::arg("sums"))
+      .def("start", &PyShardAccumulatorCuda::start, py::arg("add"))
       .def("span_of", &PyShardAccumulatorCuda::span_of, py::arg("segment"))
       .def_static("max_spans", &ShardAccumulatorCuda::max_spans, py::arg("segments"));
-  py::class_<ShardSinkCuda, ReduceSink, std::shared_ptr<ShardSinkCuda>>(m, "ShardSinkCuda")
-      .def(py::init<std::shared_ptr<PyShardAccumulatorCuda>>(), py::arg("accumulator"))
-      .def("begin", &ShardSinkCuda::begin, py::arg("add"));
 }
 
 }  // namespace bucketwheel

@@ -71,18 +71,23 @@ inline std::vector<ShardAccumulator::Segment> segments_of(const std::vector<std:
   return segments;
 }
 
-class PyShardAccumulator {
+// A gradient shard that a reduce-scatter fills block by block: on the communicator's stream, without the GIL. One pass at a
+// time: start() only after the last pass has ended.
+class PyShardAccumulator final : public ReduceSink {
  public:
   PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments)
       : owner_(held(shard)), accumulator_(made(shard, segments)) {}
-  ShardAccumulator& accumulator() { return accumulator_; }
-  const ShardAccumulator& accumulator() const { return accumulator_; }
   void start(bool add) { accumulator_.start(add); }
-  void consume(int64_t begin, py::handle values) {
+  void consume_tensor(int64_t begin, py::handle values) {
     const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_.dtype()), {"values", 0});
     accumulator_.consume(begin, block.data, block.numel);
   }
-  std::vector<std::pair<double, bool>> results() const { return pairs_of(accumulator_.results()); }
+  const std::vector<SumSquares>& results() const { return accumulator_.results(); }
+
+  bool takes(DType dtype) const override { return shard_takes(accumulator_.dtype(), dtype); }
+  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
+    accumulator_.consume(begin, sum, numel);
+  }
 
  private:
   static ShardAccumulator made(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments) {
@@ -101,7 +106,7 @@ class PyParamSums {
 
   void add(std::vector<Piece> pieces) {
     for (const auto& [accumulator, segment] : pieces) {
-      const size_t count = accumulator->accumulator().results().size();
+      const size_t count = accumulator->results().size();
       BW_EXPECTS(segment >= 0 && segment < static_cast<int64_t>(count),
                  "segment " + std::to_string(segment) + " of " + std::to_string(count));
     }
@@ -118,7 +123,7 @@ class PyParamSums {
         continue;
       }
       for (const auto& [accumulator, segment] : params_[param]) {
-        const SumSquares& piece = accumulator->accumulator().results()[static_cast<size_t>(segment)];
+        const SumSquares& piece = accumulator->results()[static_cast<size_t>(segment)];
         out[param] += piece.bad && std::isfinite(piece.sumsq) ? std::numeric_limits<double>::quiet_NaN() : piece.sumsq;
       }
     }
@@ -127,40 +132,6 @@ class PyParamSums {
 
  private:
   std::vector<std::vector<Piece>> params_;
-};
-
-inline void bind_norm(py::module_& m) {
-  m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
-  m.def(
-      "fold",
-      [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
-      py::arg("values"));
-  py::class_<PyShardAccumulator, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
-      .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
-           py::arg("segments"))
-      .def("start", &PyShardAccumulator::start, py::arg("add"))
-      .def("consume", &PyShardAccumulator::consume, py::arg("begin"), py::arg("values"))
-      .def("results", &PyShardAccumulator::results);
-  py::class_<PyParamSums>(m, "ParamSums")
-      .def(py::init<>())
-      .def("add", &PyParamSums::add, py::arg("pieces"))
-      .def("sums", &PyParamSums::sums, py::arg("has"));
-}
-
-// ---- what connects a reduce-scatter to its gradient shard: the sums go block by block into a ShardAccumulator
-
-// Runs on the communicator's stream, without the GIL. One pass at a time: begin() only after the last pass has ended.
-class ShardSink final : public ReduceSink {
- public:
-  explicit ShardSink(std::shared_ptr<PyShardAccumulator> accumulator) : accumulator_(std::move(accumulator)) {}
-  void begin(bool add) { accumulator_->start(add); }
-  bool takes(DType dtype) const override { return shard_takes(accumulator_->accumulator().dtype(), dtype); }
-  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
-    accumulator_->accumulator().consume(begin, sum, numel);
-  }
-
- private:
-  std::shared_ptr<PyShardAccumulator> accumulator_;
 };
 
 // Stores the sums in host memory: in float32, or in float64 those of float64. Has no state: passes may be issued while
@@ -186,10 +157,22 @@ class StoringSink final : public ReduceSink {
   std::shared_ptr<void> owner_;
 };
 
-inline void bind_bucket(py::module_& m) {
-  py::class_<ShardSink, ReduceSink, std::shared_ptr<ShardSink>>(m, "ShardSink")
-      .def(py::init<std::shared_ptr<PyShardAccumulator>>(), py::arg("accumulator"))
-      .def("begin", &ShardSink::begin, py::arg("add"));
+inline void bind_norm(py::module_& m) {
+  m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
+  m.def(
+      "fold",
+      [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
+      py::arg("values"));
+  py::class_<PyShardAccumulator, ReduceSink, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
+      .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
+           py::arg("segments"))
+      .def("start", &PyShardAccumulator::start, py::arg("add"))
+      .def("consume", &PyShardAccumulator::consume_tensor, py::arg("begin"), py::arg("values"))
+      .def("results", [](const PyShardAccumulator& self) { return pairs_of(self.results()); });
+  py::class_<PyParamSums>(m, "ParamSums")
+      .def(py::init<>())
+      .def("add", &PyParamSums::add, py::arg("pieces"))
+      .def("sums", &PyParamSums::sums, py::arg("has"));
   py::class_<StoringSink, ReduceSink, std::shared_ptr<StoringSink>>(m, "StoringSink")
       .def(py::init<py::handle>(), py::arg("to"));
 }

@@ -1,4 +1,4 @@
-// Bindings of kernels/pack.h and kernels/reduce.h, and of the constant by which copies choose their way.
+// Bindings of kernels/pack.h, and of the constant by which copies choose their way.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,6 @@
 #include "kernels/cpu_kernels.h"
 #include "kernels/pack.h"
 #include "kernels/pack_table_cuda.h"
-#include "kernels/reduce.h"
 
 namespace bucketwheel {
 
@@ -58,35 +57,9 @@ inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) 
   copy_all(items);
 }
 
-// output <- the sum of `inputs` in list order, accumulated in float32 (float64: in float64); all contiguous and of
-// one numel. The output is of the inputs' dtype, or float32 for inputs of 16 bits.
-inline void reduce_list(py::handle output, const py::sequence& inputs) {
-  const dlpack::Described to = dlpack::describe_item(output, {"output", 0});
-  BW_EXPECTS(py::len(inputs) > 0 && to.is_contiguous(), "needs at least one input and a contiguous output");
-  std::vector<const void*> from;
-  DType dtype = DType::kFloat32;
-  for (size_t i = 0; i < py::len(inputs); ++i) {
-    const dlpack::Name name{"inputs", static_cast<int64_t>(i)};
-    const dlpack::Described tensor = dlpack::describe_item(py::object(inputs[i]), name);
-    dtype = i == 0 ? tensor.dtype : dtype;
-    dlpack::expect_dtype(tensor, dtype, name);
-    BW_EXPECTS(tensor.is_contiguous() && tensor.numel == to.numel,
-               name.text() + " must be contiguous, with the output's shape " + to.shape_text());
-    from.push_back(tensor.data);
-  }
-  const int world = static_cast<int>(from.size());
-  if (to.dtype == dtype) {
-    reduce_sum(from.data(), world, dtype, to.numel, to.data);
-  } else {
-    dlpack::expect_dtype(to, DType::kFloat32, {"output", 0});
-    reduce_sum_fp32(from.data(), world, dtype, to.numel, static_cast<float*>(to.data));
-  }
-}
-
 inline void bind_pack(py::module_& m) {
   m.def("cpu_isa", [] { return name_of(cpu_kernels().isa); });
   m.def("copy_all", &copy_lists, py::arg("outputs"), py::arg("inputs"));
-  m.def("reduce_sum", &reduce_list, py::arg("output"), py::arg("inputs"));
   m.attr("PAST_CACHE_BYTES") = kPastCacheBytes;
 }
 

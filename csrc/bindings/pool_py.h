@@ -5,7 +5,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <atomic>
+#include <array>
+#include <bit>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -38,7 +39,6 @@ class TorchUpstream final : public Upstream {
     py::gil_scoped_acquire locked;
     allocate_ = {};
   }
-  const char* name() const override { return "torch"; }
 
   SlabRef allocate(size_t size_bytes) override {
     constexpr size_t kAlignBytes = 4096;  // torch aligns to 512 (CUDA) or 64 (CPU) bytes
@@ -48,7 +48,7 @@ class TorchUpstream final : public Upstream {
     auto* begin = static_cast<std::byte*>(held.tensor.data);
     slab->data = begin + (kAlignBytes - reinterpret_cast<uintptr_t>(begin) % kAlignBytes) % kAlignBytes;
     slab->size_bytes = size_bytes;
-    slab->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+    slab->id = new_id();
     slab->owner = std::move(held.owner);
     return slab;
   }
@@ -58,7 +58,6 @@ class TorchUpstream final : public Upstream {
     std::shared_ptr<void> owner;
   };
   py::function allocate_;
-  std::atomic<uint32_t> next_id_{0};
 };
 
 // `device`: the index of a CUDA device, or -1. `allocate`: a python function, for 'torch'.
@@ -188,28 +187,6 @@ inline py::list end_trace(Pool& self) {
 inline void bind_pool(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-  py::class_<PoolStats>(m, "PoolStats")
-      .def_readonly("reserved_bytes", &PoolStats::reserved_bytes)
-      .def_readonly("live_bytes", &PoolStats::live_bytes)
-      .def_readonly("high_water_bytes", &PoolStats::high_water_bytes)
-      .def_readonly("slabs", &PoolStats::slabs)
-      .def_readonly("live_leases", &PoolStats::live_leases)
-      .def_readonly("acquires", &PoolStats::acquires)
-      .def_readonly("reuses", &PoolStats::reuses)
-      .def_readonly("waits", &PoolStats::waits)
-      .def_readonly("dropped_leases", &PoolStats::dropped_leases)
-      .def_readonly("allocations", &PoolStats::allocations)
-      .def_readonly("host_waits", &PoolStats::host_waits)
-      .def_readonly("planned_bytes", &PoolStats::planned_bytes)
-      .def_readonly("planned_live_bytes", &PoolStats::planned_live_bytes)
-      .def_readonly("planned_high_water_bytes", &PoolStats::planned_high_water_bytes)
-      .def_readonly("planned_acquires", &PoolStats::planned_acquires)
-      .def_readonly("divergences", &PoolStats::divergences)
-      .def_readonly("side_live_bytes", &PoolStats::side_live_bytes)
-      .def_readonly("side_high_water_bytes", &PoolStats::side_high_water_bytes)
-      .def_readonly("steps", &PoolStats::steps)
-      .def_readonly("load_bytes", &PoolStats::load_bytes);
-
   // bucketwheel.pool.Lease documents it. Nothing wraps it: the quickest acquires are of one object and one call.
   py::class_<Lease, LeaseRef>(m, "Lease")
       .def_property_readonly("key", &Lease::key)
@@ -262,7 +239,10 @@ inline void bind_pool(py::module_& m) {
             return self.locate(tensor.data, size_bytes).slab != nullptr;
           },
           py::arg("tensor"))
-      .def("stats", &Pool::stats)
+      .def("stats",
+           [](const Pool& self) {  // in the order of PoolStats, here and in bucketwheel.pool.pool
+             return std::bit_cast<std::array<uint64_t, sizeof(PoolStats) / sizeof(uint64_t)>>(self.stats());
+           })
       .def("check", &Pool::check, Unlocked())
       .def("expect_no_leases", &Pool::expect_no_leases)
       .def("trim", &Pool::trim, Unlocked())

@@ -30,35 +30,17 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-inline std::vector<double> doubles_of(std::string_view bytes) {
-  std::vector<double> values(bytes.size() / sizeof(double));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
-  return values;
-}
-
 template <typename T>
 py::bytes bytes_of(const std::vector<T>& values) {
   return py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-inline void expect_param(const Schedule& schedule, int param) {
-  BW_EXPECTS(param >= 0 && param < schedule.param_count(),
-             "parameter " + std::to_string(param) + " of " + std::to_string(schedule.param_count()));
-}
+inline Flags flags_of(std::string_view bytes) { return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}; }
 
-// One flag for each parameter, or none.
-inline Flags flags_of(const Schedule& schedule, std::string_view bytes) {
-  const size_t count = static_cast<size_t>(schedule.param_count());
-  BW_EXPECTS(bytes.empty() || bytes.size() == count,
-             std::to_string(bytes.size()) + " flags for " + std::to_string(count) + " parameters");
-  return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
-}
-
-inline std::vector<double> factors_of(const Schedule& schedule, std::string_view bytes) {
-  BW_EXPECTS(
-      bytes.empty() || bytes.size() == sizeof(double) * static_cast<size_t>(schedule.param_count()),
-      std::to_string(bytes.size()) + " bytes of factors for " + std::to_string(schedule.param_count()) + " parameters");
-  return doubles_of(bytes);
+inline std::vector<double> factors_of(std::string_view bytes) {
+  std::vector<double> values(bytes.size() / sizeof(double));
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
+  return values;
 }
 
 inline void bind_verdict(py::module_& m) {
@@ -83,12 +65,6 @@ inline void bind_verdict(py::module_& m) {
       .def_property_readonly("factors", [](const WindowVerdict& self) { return bytes_of(self.factors); });
 }
 
-template <bool (Schedule::*kQuestion)(int) const>
-bool ask_of_param(const Schedule& self, int param) {
-  expect_param(self, param);
-  return (self.*kQuestion)(param);
-}
-
 inline void bind_schedule(py::module_& m) {
   bind_verdict(m);
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
@@ -97,34 +73,27 @@ inline void bind_schedule(py::module_& m) {
       .def(
           "gradient",
           [](Schedule& self, int param, bool replaces, bool launch) {
-            expect_param(self, param);
             Actions actions = self.gradient(param, replaces, launch);
             return py::make_tuple(std::move(actions.stores), std::move(actions.launches));
           },
           py::arg("param"), py::arg("replaces") = false, py::arg("launch") = true)
       .def("ready", &Schedule::ready)
       .def(
-          "complete",
-          [](Schedule& self, const std::vector<int>& params) {
-            for (const int param : params) {
-              expect_param(self, param);
-            }
-            return self.complete(params);
-          },
+          "complete", [](Schedule& self, const std::vector<int>& params) { return self.complete(params); },
           py::arg("params"))
       .def("flush", &Schedule::flush)
       .def("discard", &Schedule::discard)
       .def("forget_window", &Schedule::forget_window)
       .def(
-          "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(self, held)); },
+          "drops", [](const Schedule& self, std::string_view held) { return self.drops(flags_of(held)); },
           py::arg("held"))
-      .def("has_stored", &ask_of_param<&Schedule::has_stored>, py::arg("param"))
+      .def("has_stored", &Schedule::has_stored, py::arg("param"))
       .def_property_readonly("is_dirty", &Schedule::is_dirty)
       .def_property_readonly("window", &Schedule::window)
       .def(
           "notes",
           [](const Schedule& self, std::string_view held, std::string_view older, std::string_view factors) {
-            return bytes_of(self.notes(flags_of(self, held), flags_of(self, older), factors_of(self, factors)));
+            return bytes_of(self.notes(flags_of(held), flags_of(older), factors_of(factors)));
           },
           py::arg("held"), py::arg("older") = "", py::arg("factors") = "")
       .def(
@@ -139,17 +108,17 @@ inline void bind_schedule(py::module_& m) {
           },
           py::arg("verdict"))
       .def_property_readonly("is_learnt", &Schedule::is_learnt)
-      .def("is_private", &ask_of_param<&Schedule::is_private>, py::arg("param"))
+      .def("is_private", &Schedule::is_private, py::arg("param"))
       .def(
           "assume",
           [](const Schedule& self, std::string_view held, std::string_view older, std::string_view factors) {
-            return self.assume(flags_of(self, held), flags_of(self, older), factors_of(self, factors));
+            return self.assume(flags_of(held), flags_of(older), factors_of(factors));
           },
           py::arg("held"), py::arg("older") = "", py::arg("factors") = "")
-      .def("is_deviation", &ask_of_param<&Schedule::is_deviation>, py::arg("param"))
+      .def("is_deviation", &Schedule::is_deviation, py::arg("param"))
       .def(
           "find_deviation",
-          [](const Schedule& self, std::string_view held) { return self.find_deviation(flags_of(self, held)); },
+          [](const Schedule& self, std::string_view held) { return self.find_deviation(flags_of(held)); },
           py::arg("held"));
 }
 
@@ -312,18 +281,10 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
         return;
       }
       if (!is_last(param, self)) {
-        const py::object owner = owner_();
-        if (!owner.is_none()) {
-          owner.attr("run_last")(index, param);
-        }
-        return;
+        return tell("run_last", index, param);
       }
       if (!take(index, known, grad)) {
-        const py::object owner = owner_();
-        if (!owner.is_none()) {
-          owner.attr("on_gradient")(index, param);
-        }
-        return;
+        return tell("on_gradient", index, param);
       }
     }
     const bool is_ready = schedule_->arrive(index, launch_);
@@ -331,10 +292,14 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
       throw py::error_already_set();
     }
     if (is_ready) {
-      const py::object owner = owner_();
-      if (!owner.is_none()) {
-        owner.attr("launch_ready")();
-      }
+      tell("launch_ready");
+    }
+  }
+
+  template <class... Args>
+  void tell(const char* method, Args... args) const {
+    if (const py::object owner = owner_(); !owner.is_none()) {
+      owner.attr(method)(args...);
     }
   }
 

@@ -14,7 +14,8 @@ namespace bucketwheel {
 namespace {
 
 std::exception_ptr exception_of(const Failure& failure, const std::string& message, CommFacts facts, int own_rank) {
-  switch (failure.kind) {
+  const bool is_peers_abort = failure.kind == FailureKind::kAborted && failure.rank >= 0 && failure.rank != own_rank;
+  switch (is_peers_abort ? FailureKind::kPeer : failure.kind) {
     case FailureKind::kPeer:
       return std::make_exception_ptr(PeerError(message, std::move(facts)));
     case FailureKind::kTimeout:
@@ -23,16 +24,9 @@ std::exception_ptr exception_of(const Failure& failure, const std::string& messa
       return std::make_exception_ptr(MismatchError(message, std::move(facts)));
     case FailureKind::kClosed:
       return std::make_exception_ptr(ClosedError(message, std::move(facts)));
-    case FailureKind::kAborted:
-      if (failure.rank >= 0 && failure.rank != own_rank) {
-        return std::make_exception_ptr(PeerError(message, std::move(facts)));
-      }
-      break;
-    case FailureKind::kNone:
-    case FailureKind::kError:
-      break;
+    default:
+      return std::make_exception_ptr(CommError(message, std::move(facts)));
   }
-  return std::make_exception_ptr(CommError(message, std::move(facts)));
 }
 
 }  // namespace

@@ -15,10 +15,9 @@
 
 namespace bucketwheel {
 
-// The checks of every table of rows. TypeError: a dtype that adam_variant.h does not allow. ValueError: a master that
-// is missing, or given where none belongs. `row` and `index` are for messages.
+// ValueError for a row whose random bits have no key; its dtypes and master are the caller's to check. `index` is for
+// messages.
 void expect_adam_row(const AdamRow& row, int64_t index);
-void expect_adam_grad(const AdamRow& of, DType dtype, int64_t row);
 
 // One step over the rows [first_row, last_row). Arrays are indexed by row, over the whole table.
 struct AdamStep {

@@ -64,18 +64,15 @@ int64_t AdamCudaTable::add(const AdamRow& row, uint32_t place) {
   rows_.push_back(row);
   places_.push_back(place);
   cuda_rows_.push_back(cuda_row(row, place));
-  first_chunk_.push_back(segments_.first_chunk(rows()));
   are_rows_new_ = are_chunks_new_ = true;
   return rows() - 1;
 }
 
 void AdamCudaTable::set_grad(int64_t row, const void* g, DType g_dtype) {
-  BW_EXPECTS(row >= 0 && row < rows(), "row " + std::to_string(row) + " of " + std::to_string(rows()));
   AdamRow& own = rows_[static_cast<size_t>(row)];
   if (own.g == g && own.g_dtype == g_dtype) {
     return;
   }
-  expect_adam_grad(own, g_dtype, row);
   own.g = g;
   own.g_dtype = g_dtype;
   cuda_rows_[static_cast<size_t>(row)] = cuda_row(own, places_[static_cast<size_t>(row)]);
@@ -87,7 +84,6 @@ void AdamCudaTable::clear() {
   rows_.clear();
   places_.clear();
   cuda_rows_.clear();
-  first_chunk_.assign(1, 0);
   are_rows_new_ = are_chunks_new_ = true;
 }
 
@@ -128,7 +124,7 @@ void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream, bool
   }
   are_rows_new_ = false;
   if (are_chunks_new_) {
-    device_chunks_.upload<int64_t>(first_chunk_, stream, was_captured_);
+    device_chunks_.upload<int64_t>(segments_.first_chunks(), stream, was_captured_);
     are_chunks_new_ = false;
   }
   if (!is_used_known_ || !std::ranges::equal(used_, step.used)) {

@@ -67,8 +67,7 @@ class AdamCudaTable {
   std::vector<uint32_t> places_;
   std::vector<AdamCudaRow> cuda_rows_;
   std::vector<AdamCudaRow> uploaded_rows_;  // the content of device_rows_
-  std::vector<int64_t> first_chunk_{0};
-  std::vector<uint8_t> used_;  // what device_used_ holds, if that is known
+  std::vector<uint8_t> used_;               // what device_used_ holds, if that is known
   bool is_used_known_ = false;
   bool are_rows_new_ = false;  // since the last begin(); they may still be equal
   bool are_chunks_new_ = false;

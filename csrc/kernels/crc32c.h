@@ -6,8 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cpu_kernels.h"
+
 namespace bucketwheel {
 
-uint32_t crc32c(const void* data, size_t bytes, uint32_t initial = 0);
+inline uint32_t crc32c(const void* data, size_t bytes, uint32_t initial = 0) {
+  return cpu_kernels().crc32c(data, bytes, initial);
+}
 
 }  // namespace bucketwheel

@@ -37,10 +37,7 @@ struct NormRow {
   DType dtype = DType::kFloat32;  // kFloat32, kBFloat16, kFloat16 or kFloat64
 };
 
-// TypeError, naming the row, for a dtype that sumsq() does not take.
-void expect_norm_dtype(DType dtype, size_t row);
-
-// One result for each row. TypeError, naming the row, for another dtype.
+// One result for each row.
 std::vector<SumSquares> sumsq(std::span<const NormRow> rows);
 
 // Step 3 of the note, where only the first `used` lanes were added to (the others add nothing, and are not read).

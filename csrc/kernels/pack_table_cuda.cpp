@@ -7,11 +7,9 @@ CopyCudaTable::CopyCudaTable(CudaDevice& device) : device_(device), device_items
 
 void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
   SegmentTable segments(kCopyCudaChunkNumel);
-  std::vector<int64_t> first_chunk{0};
   for (size_t i = 0; i < items.size(); ++i) {
     expect_copyable(items[i], i);
     segments.add(items[i].numel);
-    first_chunk.push_back(segments.chunks());
   }
   if (segments.chunks() == 0) {
     return;
@@ -20,7 +18,7 @@ void CopyCudaTable::run(std::span<const CopyItem> items, Stream& stream) {
   last_use_.in(stream, "copy", [&](void* native, bool) {
     CopyLaunch launch;
     launch.items = device_items_.upload<CopyItem>(items, stream);
-    launch.first_chunk = device_chunks_.upload<int64_t>(first_chunk, stream);
+    launch.first_chunk = device_chunks_.upload<int64_t>(segments.first_chunks(), stream);
     launch.item_count = segments.rows();
     launch.chunks = segments.chunks();
     launch.max_blocks = device_.fill_blocks(kCudaBlockThreads);

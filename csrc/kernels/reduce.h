@@ -1,7 +1,7 @@
 // Sums over ranks of one host, in fixed rank order: what the shm and local communicators run on each block.
 //
 // Single-threaded, allocates nothing: the callers divide the work. Adds in float32; float64 in float64; integers wrap
-// around. TypeError for other dtypes.
+// around.
 #pragma once
 
 #include <cstdint>

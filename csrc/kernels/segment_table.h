@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/error.h"
@@ -32,6 +33,7 @@ class SegmentTable {
   int64_t numel(int64_t row) const { return numel_[static_cast<size_t>(row)]; }
   // The first chunk of a row; of rows(): one past the last chunk. Likewise elements, counted over all rows.
   int64_t first_chunk(int64_t row) const { return first_chunk_[static_cast<size_t>(row)]; }
+  std::span<const int64_t> first_chunks() const { return first_chunk_; }
   int64_t first_element(int64_t row) const { return first_element_[static_cast<size_t>(row)]; }
 
   struct Chunk {

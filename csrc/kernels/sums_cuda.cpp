@@ -26,7 +26,6 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
   SegmentTable segments(kNormChunkNumel);
   std::vector<int64_t> first_chunk{0};
   for (size_t r = 0; r < rows.size(); ++r) {
-    expect_norm_dtype(rows[r].dtype, r);
     segments.add(rows[r].numel);
     first_chunk.push_back(segments.chunks());
     cuda_rows.push_back({rows[r].data, 0, rows[r].numel, rows[r].dtype, 1});
@@ -87,7 +86,6 @@ ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, void* shard, DTyp
   const auto add_span = [this](int64_t begin, int64_t end, bool is_summed) {
     spans_.add(end - begin);
     rows_.push_back({nullptr, begin, end - begin, DType::kFloat32, static_cast<uint8_t>(is_summed ? 1 : 0)});
-    first_chunk_.push_back(spans_.chunks());
   };
   int64_t last = 0;
   for (const Segment& segment : segments) {
@@ -103,7 +101,7 @@ ShardAccumulatorCuda::ShardAccumulatorCuda(CudaDevice& device, void* shard, DTyp
   }
   if (!rows_.empty()) {
     device_rows_.reserve(rows_.size() * sizeof(NormCudaRow));
-    device_chunks_.reserve(first_chunk_.size() * sizeof(int64_t));
+    device_chunks_.reserve(spans_.first_chunks().size_bytes());
     partial_.reserve(partial_bytes(spans_.chunks()));
   }
 }
@@ -121,7 +119,7 @@ void ShardAccumulatorCuda::run(std::span<const void* const> sources, DType dtype
   void* const native = native_stream(stream, "reduce-scatter");
   if (!is_uploaded_) {
     device_rows_.upload<NormCudaRow>(rows_, stream);
-    device_chunks_.upload<int64_t>(first_chunk_, stream);
+    device_chunks_.upload<int64_t>(spans_.first_chunks(), stream);
     is_uploaded_ = !is_capturing(stream);
   }
   AccumulateLaunch launch;

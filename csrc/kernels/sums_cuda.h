@@ -22,7 +22,7 @@ class SumsqCudaTable {
  public:
   explicit SumsqCudaTable(CudaDevice& device);
   // sums[r] = the sum of squares of row r, bitwise that of sumsq(); total (if not null) = all of them folded as
-  // chunks are. TypeError, naming the row, for a dtype it does not know. No rows: nothing is written.
+  // chunks are. No rows: nothing is written.
   void run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream);
 
  private:
@@ -72,8 +72,7 @@ class ShardAccumulatorCuda {
   SegmentTable spans_;  // segments and the padding between them, in order
   std::vector<NormCudaRow> rows_;
   std::vector<int64_t> span_of_;  // by segment
-  std::vector<int64_t> first_chunk_{0};
-  bool is_uploaded_ = false;  // other than by a graph, which may never be replayed
+  bool is_uploaded_ = false;      // other than by a graph, which may never be replayed
   CudaBuffer device_rows_;
   CudaBuffer device_chunks_;
   CudaBuffer partial_;

@@ -164,8 +164,7 @@ SlabRef PoolImpl::allocate(size_t size_bytes) {
   // Whole blocks only: every block of the pool starts at a multiple of align_bytes.
   SlabRef slab = upstream->allocate(round_up(size_bytes, options.align_bytes));
   BW_EXPECTS(reinterpret_cast<uintptr_t>(slab->data) % options.align_bytes == 0,
-             std::string("upstream '") + upstream->name() + "' gave a slab that is not aligned to " +
-                 std::to_string(options.align_bytes) + " bytes");
+             "the upstream gave a slab that is not aligned to " + std::to_string(options.align_bytes) + " bytes");
   return slab;
 }
 

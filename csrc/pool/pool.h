@@ -61,7 +61,7 @@ class Lease {
 };
 using LeaseRef = std::shared_ptr<Lease>;
 
-struct PoolStats {
+struct PoolStats {                // in the order of that in bucketwheel.pool.pool
   uint64_t reserved_bytes = 0;    // in slabs
   uint64_t live_bytes = 0;        // in leases, rounded to the alignment
   uint64_t high_water_bytes = 0;  // largest live_bytes seen

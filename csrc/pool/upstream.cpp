@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -85,25 +84,19 @@ std::byte* map(size_t size_bytes, int flags, int fd) {
 
 class HostUpstream final : public Upstream {
  public:
-  const char* name() const override { return "host"; }
-
   SlabRef allocate(size_t size_bytes) override {
     auto slab = std::make_shared<MappedSlab>();
     const size_t mapped = round_up(size_bytes, page_bytes());
     slab->data = map(mapped, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     slab->size_bytes = mapped;
-    slab->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+    slab->id = new_id();
     return slab;
   }
-
- private:
-  std::atomic<uint32_t> next_id_{0};
 };
 
 class ShmUpstream final : public Upstream {
  public:
   explicit ShmUpstream(std::function<void(const SlabRef&)> on_slab) : on_slab_(std::move(on_slab)) {}
-  const char* name() const override { return "shm"; }
 
   SlabRef allocate(size_t size_bytes) override {
     auto slab = std::make_shared<MappedSlab>();
@@ -116,7 +109,7 @@ class ShmUpstream final : public Upstream {
     }
     slab->data = map(mapped, MAP_SHARED, slab->fd);
     slab->size_bytes = mapped;
-    slab->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+    slab->id = new_id();
     if (on_slab_) {
       on_slab_(slab);
     }
@@ -125,7 +118,6 @@ class ShmUpstream final : public Upstream {
 
  private:
   const std::function<void(const SlabRef&)> on_slab_;
-  std::atomic<uint32_t> next_id_{0};
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Upstream: where a pool gets its slabs from.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,7 +29,12 @@ class Upstream {
   virtual ~Upstream() = default;
   // A zero-filled slab of at least `size_bytes`, aligned to 4096 bytes. Throws PoolError when the system refuses.
   virtual SlabRef allocate(size_t size_bytes) = 0;
-  virtual const char* name() const = 0;
+
+ protected:
+  uint32_t new_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint32_t> next_id_{0};
 };
 using UpstreamRef = std::shared_ptr<Upstream>;
 

@@ -45,18 +45,16 @@ struct CudaSlab final : Slab {
 class CudaUpstream final : public Upstream {
  public:
   explicit CudaUpstream(int index) { memory_->index = CudaDevice::at(index).id().index; }
-  const char* name() const override { return "cuda"; }
 
   SlabRef allocate(size_t size_bytes) override {
     auto slab = std::make_shared<CudaSlab>(memory_, size_bytes);
-    slab->id = next_id_.fetch_add(1, std::memory_order_relaxed);
+    slab->id = new_id();
     CudaDevice::at(memory_->index).fill(slab->data, 0, slab->size_bytes, nullptr);
     return slab;
   }
 
  private:
   const std::shared_ptr<DeviceMemory> memory_ = std::make_shared<DeviceMemory>();
-  std::atomic<uint32_t> next_id_{0};
 };
 
 }  // namespace

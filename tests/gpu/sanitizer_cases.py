@@ -131,7 +131,7 @@ def reduce_case(world: int, dtype: torch.dtype) -> None:
         for index, shard in enumerate(shards):
             size, rank = divmod(index, world)
             sink = sink_of(shard)
-            sink.begin(True)
+            sink.start(True)
             handles.append(comms[rank]._reduce_scatter_into(fulls[rank][size], sink))
         for handle in handles:
             handle.wait()
@@ -148,8 +148,8 @@ def sink_of(shard: Tensor) -> Any:
     segments = [(0, half), (half, shard.numel() - half)]
     if core.is_posing() or shard.is_cuda:
         sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(2), dtype=torch.float64, device=shard.device)
-        return core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, segments, sums))
-    return core.ShardSink(core.ShardAccumulator(shard, segments))
+        return core.ShardAccumulatorCuda(shard, segments, sums)
+    return core.ShardAccumulator(shard, segments)
 
 
 def needed_cases(tool: str) -> Iterator[tuple[str, Case]]:

@@ -40,7 +40,6 @@ struct CountedUpstream final : Upstream {
     ++allocated;
     return slab;
   }
-  const char* name() const override { return "counted"; }
   UpstreamRef host = make_host_upstream();
   std::shared_ptr<std::atomic<int>> mapped = std::make_shared<std::atomic<int>>(0);
   int allocated = 0;

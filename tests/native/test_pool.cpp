@@ -18,7 +18,6 @@ namespace {
 // Slabs that cannot be had.
 struct EmptyUpstream final : Upstream {
   SlabRef allocate(size_t size_bytes) override { throw PoolError("no " + std::to_string(size_bytes) + " bytes"); }
-  const char* name() const override { return "empty"; }
 };
 
 // It has failed: nobody can tell when what is in it ends.

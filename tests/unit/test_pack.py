@@ -1,4 +1,4 @@
-"""Copies, casts and sums over ranks."""
+"""Copies and casts."""
 
 from __future__ import annotations
 
@@ -128,61 +128,6 @@ def test_copy_refuses_and_changes_nothing() -> None:
             core.copy_all(to, source)
         assert torch.equal(ok, torch.zeros(4))
     core.copy_all([], [])
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize("numel", [0, 1, 15, 1023, 1024, 4096, 10_001])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_sums_go_in_rank_order_with_one_rounding(world: int, numel: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(world)
-    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def some() -> torch.Tensor:
-        return (torch.randn(numel, dtype=accumulate) * 10.0 ** torch.randint(-4, 4, (numel,))).to(dtype)
-
-    inputs = [some() for _ in range(world)]
-    expected = inputs[0].to(accumulate).clone()
-    for x in inputs[1:]:
-        expected = expected + x.to(accumulate)
-    if world > 2 and numel > 1000:  # the data is such that another order shows
-        backward = inputs[-1].to(accumulate)
-        for x in inputs[-2::-1]:
-            backward = backward + x.to(accumulate)
-        assert not torch.equal(backward, expected)
-    out = torch.full((numel,), float("nan"), dtype=accumulate)
-    core.reduce_sum(out, inputs)
-    assert torch.equal(bits(out), bits(expected))
-    rounded = torch.full((numel,), float("nan"), dtype=dtype)
-    core.reduce_sum(rounded, inputs)
-    assert torch.equal(bits(rounded), bits(expected.to(dtype)))
-    for place in range(world):  # in place of any rank
-        copies = [x.clone() for x in inputs]
-        core.reduce_sum(copies[place], copies)
-        assert torch.equal(bits(copies[place]), bits(expected.to(dtype)))
-        for other in range(world):
-            assert other == place or torch.equal(copies[other], inputs[other])
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
-def test_integers_wrap_around(dtype: torch.dtype, world: int) -> None:
-    limits = torch.iinfo(dtype)
-    generator = torch.Generator().manual_seed(world)
-    for numel in (0, 1, 7, 1025, 5000):
-        inputs = [
-            torch.randint(max(limits.min, -(2**62)), min(limits.max, 2**62), (numel,), generator=generator, dtype=dtype)
-            for _ in range(world)
-        ]
-        out = torch.zeros(numel, dtype=dtype)
-        core.reduce_sum(out, inputs)
-        assert torch.equal(out, torch.stack(inputs).sum(0, dtype=torch.int64).to(dtype))
-
-
-def test_sum_refuses_other_dtypes() -> None:
-    with pytest.raises(TypeError, match="cannot sum into float32 float64: float32, bfloat16 and float16 are supported"):
-        core.reduce_sum(torch.zeros(3), [torch.zeros(3).double()] * 2)
-    with pytest.raises(TypeError, match=r"output\[0\] is bfloat16, expected float32"):
-        core.reduce_sum(torch.zeros(3).bfloat16(), [torch.zeros(3)] * 2)
 
 
 def test_copies_past_the_cache_are_whole_and_no_longer() -> None:

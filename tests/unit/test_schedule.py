@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-
 import pytest
 
 from bucketwheel.native import core
@@ -48,16 +46,6 @@ def test_notes_of_another_layout_are_refused() -> None:
     for wrong in (b"", notes[:-1], notes + b"1234"):
         with pytest.raises(RuntimeError, match="2 parameters in 1 buckets; do all ranks run the same version"):
             schedule.agree([notes, wrong])
-
-
-def test_bad_arguments_are_named() -> None:
-    schedule = Schedule([[0], [0]], 1)
-    with pytest.raises(ValueError, match="parameter 2 of 2"):
-        schedule.gradient(2)
-    with pytest.raises(ValueError, match="3 flags for 2 parameters"):
-        schedule.notes(bytes(3))
-    with pytest.raises(ValueError, match="8 bytes of factors for 2 parameters"):
-        schedule.notes(bytes(2), bytes(2), array.array("d", [1.0]).tobytes())
 
 
 @pytest.mark.parametrize(

@@ -386,15 +386,6 @@ class ShmTransport final : public Transport {
   PoolRef pool_;
 };
 
-void expect_options(const ShmOptions& options) {
-  const auto world = static_cast<size_t>(options.world);
-  BW_EXPECTS(options.world >= 1 && options.rank >= 0 && options.rank < options.world &&
-                 options.sockets.size() == world && options.pids.size() == world,
-             "rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " with " +
-                 std::to_string(options.sockets.size()) + " sockets and " + std::to_string(options.pids.size()) +
-                 " pids");
-}
-
 std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline deadline, const std::string& where) {
   for (;;) {
     LinkMessage message;
@@ -468,7 +459,6 @@ void expect_shared_memory(int world) {
 
 CommRef make_shm_comm(const ShmOptions& options) {
   std::vector<FileDescriptor> sockets(options.sockets.begin(), options.sockets.end());
-  expect_options(options);
   const auto memory = share_control(options, sockets);
   const Control control(memory->data(), options.world);
   auto links = std::make_shared<ShmLinks>(options.rank, std::move(sockets), options.pids, control.record(options.rank));

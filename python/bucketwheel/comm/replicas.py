@@ -457,4 +457,4 @@ def _storing_sink(to: Tensor, device: int) -> Any:
     if device == CPU:
         return core.StoringSink(to)
     sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
-    return core.ShardSinkCuda(core.ShardAccumulatorCuda(to, [], sums))
+    return core.ShardAccumulatorCuda(to, [], sums)

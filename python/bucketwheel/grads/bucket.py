@@ -48,12 +48,11 @@ class GradBucket:
     """The gradient memory of one bucket and its shard's accumulator.
 
     ``accumulator`` is the native `ShardAccumulator` (or `ShardAccumulatorCuda`) over this rank's part of the gradient
-    shard; reduce-scatter feeds it through ``sink``.
+    shard, which the reduce-scatter feeds.
     """
 
     def __init__(self, index: int, numel: int, dtype: torch.dtype, parts: Sequence[Part], accumulator: Any) -> None:
         self.is_on_cpu = isinstance(accumulator, core.ShardAccumulator)
-        self.sink = (core.ShardSink if self.is_on_cpu else core.ShardSinkCuda)(accumulator)
         self.index = index
         self.numel = numel
         self.dtype = dtype

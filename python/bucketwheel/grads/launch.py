@@ -287,8 +287,8 @@ class Launcher:
             memory, flat = self._bring_in(bucket, memory, flat)
         if not action.late:
             self._launched = bucket.index + 1
-        bucket.sink.begin(action.late or bucket.accumulates)
-        self.reductions.add(self._comm._reduce_scatter_into(flat, bucket.sink), memory)
+        bucket.accumulator.start(action.late or bucket.accumulates)
+        self.reductions.add(self._comm._reduce_scatter_into(flat, bucket.accumulator), memory)
 
     def _join_streams(self, bucket: GradBucket) -> None:
         """CUDA: the current stream waits for those in which gradients were stored (autograd may use several), and for the one

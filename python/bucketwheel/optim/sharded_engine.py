@@ -190,7 +190,7 @@ class ShardedEngine:
             states.append(space.state_of(info.index))
         limit, overlap = options.max_inflight_buckets, options.overlap_grad_sync
         slots = lease_slots(self.comm, self.spaces, cut.buckets, limit=limit, overlap=overlap)
-        kinds = ((bucket.grads.sink, bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
+        kinds = ((bucket.grads.accumulator, bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
         self.reducer._prepare_sums(kinds, limit)
         grads = GradWindow(
             self.reducer,

@@ -60,7 +60,6 @@ class PoolStats:
     allocations: int
     host_waits: int
     planned_bytes: int
-    load_bytes: int
     planned_live_bytes: int
     planned_high_water_bytes: int
     planned_acquires: int
@@ -68,6 +67,7 @@ class PoolStats:
     side_live_bytes: int
     side_high_water_bytes: int
     steps: int
+    load_bytes: int
 
 
 class Lease(abc.ABC):
@@ -356,8 +356,7 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """The pool's counters as of now."""
-        stats = self._native.stats()
-        return PoolStats(**{name: getattr(stats, name) for name in PoolStats.__dataclass_fields__})
+        return PoolStats(*self._native.stats())
 
     def check(self) -> None:
         """Verifies every invariant of the pool. `PoolError` names the first one that is broken."""

@@ -203,18 +203,17 @@ def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
     shard = filled(comm, numel).to(kept)
     if comm.device >= 0:
         sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
-        sink = core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, [(0, numel)], sums))
+        sink = core.ShardAccumulatorCuda(shard, [(0, numel)], sums)
         sum_of_squares = lambda: float(sums.sum())  # noqa: E731
     else:
-        accumulator = core.ShardAccumulator(shard, [(0, numel)])
-        sink = core.ShardSink(accumulator)
-        sum_of_squares = lambda: accumulator.results()[0][0]  # noqa: E731
+        sink = core.ShardAccumulator(shard, [(0, numel)])
+        sum_of_squares = lambda: sink.results()[0][0]  # noqa: E731
     total = torch.zeros(numel, dtype=F64)
     for turn in range(3):
         with comm.pool.acquire("full", wire.itemsize * comm.size * numel) as lease:
             full = lease.tensor(wire, (comm.size * numel,))
             full.copy_(few_bits(comm.rank + 10 * turn, comm.size * numel))
-            sink.begin(turn > 0)
+            sink.start(turn > 0)
             comm._reduce_scatter_into(full, sink).wait()
         for rank in range(comm.size):
             total += few_bits(rank + 10 * turn, comm.size * numel)[comm.rank * numel :][:numel]
@@ -231,9 +230,9 @@ def gathered_to_a_sink(comm: Communicator) -> None:
         shard = filled(comm, numel)
         if comm.device >= 0:
             sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
-            sink = core.ShardSinkCuda(core.ShardAccumulatorCuda(shard, [(0, numel)], sums))
+            sink = core.ShardAccumulatorCuda(shard, [(0, numel)], sums)
         else:
-            sink = core.ShardSink(core.ShardAccumulator(shard, [(0, numel)]))
+            sink = core.ShardAccumulator(shard, [(0, numel)])
         part = -(-numel // comm.size)
         for dtype in (F32, BF16):
             for in_pool in (True, False):
@@ -243,7 +242,7 @@ def gathered_to_a_sink(comm: Communicator) -> None:
                 )
                 full.fill_(float("nan"))
                 full[comm.rank * part :][:part] = on_device(comm, exact(comm.rank, part, dtype))
-                sink.begin(False)
+                sink.start(False)
                 comm._all_gather_to_sink(full, sink, numel).wait()
                 wanted = torch.cat([exact(rank, part, dtype) for rank in range(comm.size)])
                 assert_bitwise_equal(full, wanted, f"gathered {dtype}")

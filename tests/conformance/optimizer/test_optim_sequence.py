@@ -29,7 +29,7 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
     """Writes down what the optimizer does inside."""
     record = Record()
     engine: Any = opt._engine
-    bucket_of = {id(bucket.grads.sink): bucket.grads.index for bucket in engine._assembly.buckets}
+    bucket_of = {id(bucket.grads.accumulator): bucket.grads.index for bucket in engine._assembly.buckets}
     reduce, gather, exchange = comm._reduce_scatter_into, comm._all_gather_into, comm.exchange
 
     def reduce_scatter_into(full: Tensor, sink: Any, **options: Any) -> Any:
