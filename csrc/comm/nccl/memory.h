@@ -20,7 +20,6 @@ class NcclMemory final : public Upstream {
   explicit NcclMemory(std::shared_ptr<NcclSession> session);
   ~NcclMemory() override;
 
-  const char* name() const override { return "nccl"; }
   // ncclMemAlloc, zeroed; not registered yet. PoolError when there is none left.
   SlabRef allocate(size_t size_bytes) override;
 
