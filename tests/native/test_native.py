@@ -81,6 +81,7 @@ def run_under(watcher: list[str], binary: Path, **env: str) -> None:
     assert re.search(r"^[1-9]\d* passed$", out, re.MULTILINE), out
 
 
+@pytest.mark.timeout_s(800)
 def test_bits_of_the_plain_kernels() -> None:
     """And test_native those of the best kernels that this processor runs, test_aarch64 those of another."""
     run_under([], built("test_bits"), BW_CPU_ISA="plain")
@@ -133,6 +134,7 @@ def parsed(argv: list[str], folder: Path) -> tuple[frozenset[Path], list[str]]:
     return frozenset(sources), sorted(flags)
 
 
+@pytest.mark.timeout_s(800)
 def test_units_are_compiled_as_in_the_build_at_first_use() -> None:
     recipe, tools = toolchain.read_recipe(ROOT / "csrc"), toolchain.find_toolchain()
     ours = dict(
