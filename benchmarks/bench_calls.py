@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bucketwheel.testing import run_threads
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [path for path in map(str, (ROOT, ROOT / "tests", ROOT / "python")) if path not in sys.path]
 
@@ -40,6 +38,7 @@ from bucketwheel.comm.backends import LocalWorld  # noqa: E402
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest  # noqa: E402
 from bucketwheel.comm.communicator import Communicator  # noqa: E402
 from bucketwheel.kernels.ops import all_gather, reduce_scatter  # noqa: E402
+from bucketwheel.testing import run_threads  # noqa: E402
 from tests.support import simulated_cuda, simulated_nccl  # noqa: E402
 
 COALESCED, NUMEL = 8, 256

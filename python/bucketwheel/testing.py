@@ -99,7 +99,7 @@ class _Rank:
         """True and the result, or False and a traceback or an obituary."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                return self.connection.recv()
+                return pickle.loads(self.connection.recv_bytes())  # torch's way of `recv` would share memory
         return False, self.end() or "died: exit code 0"
 
     def end(self) -> str:
@@ -155,7 +155,7 @@ def _rank_main(runner: Connection, stacks: str, pid: int, call: bytes, timeout_s
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
         return fn(rank, world_size, *args)
 
-    _answer(runner.send, run)
+    _answer(lambda answer: runner.send_bytes(pickle.dumps(answer)), run)
     faulthandler.cancel_dump_traceback_later()
     runner.poll(None)  # until the runner has closed it
     faulthandler.dump_traceback_later(_EXIT_TIMEOUT_S, exit=True, file=file)

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from bucketwheel.testing import run_threads
-
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch
 
 import torch  # noqa: E402
@@ -33,6 +31,7 @@ from bucketwheel.comm.backends import LocalWorld  # noqa: E402
 from bucketwheel.comm.communicator import Communicator  # noqa: E402
 from bucketwheel.kernels import ops  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
+from bucketwheel.testing import run_threads  # noqa: E402
 from tests.gpu.device import DEVICE  # noqa: E402
 from tests.gpu.local_ranks import in_world, on_cpu_ranks  # noqa: E402
 from tests.gpu.test_kernels import moved, on_cpu, on_device  # noqa: E402

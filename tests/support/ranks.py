@@ -157,7 +157,7 @@ class _Rank(testing._Rank):
         """True and the result; False and a traceback if the rank raised; None and an obituary if it is dead."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                return self.connection.recv()
+                return pickle.loads(self.connection.recv_bytes())
         return None, self.end(GRACE_S)
 
     def end(self, timeout_s: float) -> str:
@@ -209,16 +209,18 @@ def _rank_main(connection: Any, stacks: str, backend: str | None, store: str, wo
     """Join the group, say so, then run the calls that come until the runner says stop."""
     file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it for the whole life)
     faulthandler.enable(file)
+
+    def send(answer: tuple[bool, Any]) -> None:  # torch's way of `Connection.send` would share the memory of tensors
+        connection.send_bytes(pickle.dumps(answer))
+
     if backend is None:
-        connection.send((True, None))
+        send((True, None))
     else:
         limit = timedelta(seconds=START_TIMEOUT_S)
-        testing._answer(
-            connection.send, functools.partial(dist.init_process_group, backend, store, limit, world_size, rank)
-        )
+        testing._answer(send, functools.partial(dist.init_process_group, backend, store, limit, world_size, rank))
     is_first = True
     while (message := connection.recv()) is not None:
-        testing._answer(connection.send, functools.partial(_call, rank, world_size, is_first, *message))
+        testing._answer(send, functools.partial(_call, rank, world_size, is_first, *message))
         is_first = False
         gc.collect()
     if backend is not None and dist.is_initialized():  # a test may have destroyed it

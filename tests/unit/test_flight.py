@@ -17,7 +17,7 @@ def ring(rank: int, world: int, reason: str, *operations: tuple[str, tuple[str, 
     """``operations``: each a state and what was called."""
     calls = []
     for seq, (state, (kind, tensors, size)) in enumerate(operations, 1):
-        times = {"issued_s": 1.0, "started_s": None if state in ("issued", "captured") else 2.0, "finished_s": None}
+        times = {"issued_s": 1.0, "started_s": 0.0 if state in ("issued", "captured") else 2.0, "finished_s": 0.0}
         calls.append({"seq": seq, "kind": kind, "tensors": tensors, "bytes": size, "state": state, **times})
     reason = f"[bucketwheel rank {rank}/{world} comm 'box' seq 1] {reason}"
     facts = {"comm": "box", "id": id, "rank": rank, "world": world, "backend": "shm", "pid": 100 + rank, "host": "node"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ class NcclChoices:
     def native(self, device: int, *, serialises: bool = False) -> Any:
         """The native options. ValueError for what this NCCL cannot do."""
         found = nccl_library.info()
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        if re.fullmatch(r"\s*(0[xX])?0+\s*", os.environ.get("NCCL_COMM_BLOCKING", "")):
             raise ValueError(
                 "NCCL_COMM_BLOCKING=0 is not supported: calls of NCCL have to end before they return; unset it"
             )
@@ -260,7 +261,7 @@ def _agree_on_nccl(setup: NcclSetup, *, has_order: bool) -> tuple[bytes, list[in
             facts["id"] = nccl_library.unique_id().hex()
 
     error = rendezvous.attempt(look)
-    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices))})
+    everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
         raise DeviceError(f"NCCL cannot be used on all ranks{failed}")

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Ring:
     def progress(self, seq: int) -> int:
         """With operation ``seq``: not called, called, begun, finished."""
         op = self.operations.get(seq)
-        return 3 if self.position > seq else 0 if op is None else 1 + (op["started_s"] is not None)
+        return 3 if self.position > seq else 0 if op is None else 1 + (op["started_s"] > 0)
 
     def call(self, seq: int) -> str:
         op = self.operations[seq]
@@ -94,7 +94,8 @@ def main(options: argparse.Namespace) -> int:
     if not rings and not broken:
         print(f"no flight ring (COMM-ID-rankN.json) in {options.folder}", file=sys.stderr)
         return 2
-    verdicts = judge(rings)
+    unread = {int(rank) for line in broken for rank in re.findall(r"-rank(\d+)\.json cannot", line)}
+    verdicts = judge(rings, unread)
     print("\n".join([*broken, *map(str, verdicts)]))
     return 1 if broken or any(verdict.culprits for verdict in verdicts) else 0
 
@@ -105,21 +106,25 @@ def read(folder: Path) -> tuple[list[Ring], list[str]]:
     for path in sorted(folder.glob("*-rank*.json")):
         try:
             found = json.loads(path.read_text(errors="replace"))
-            rings.append(Ring(found, {op["seq"]: op for op in found["operations"]}))
+            facts = {
+                key: found[key]
+                for key in ("comm", "id", "rank", "world", "backend", "host", "pid", "reason", "written_at")
+            }
+            rings.append(Ring(facts, {op["seq"]: op for op in found["operations"]}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             broken.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")
     return rings, broken
 
 
-def judge(rings: Iterable[Ring]) -> list[Verdict]:
-    """One verdict for each communicator, by name and then by time."""
+def judge(rings: Iterable[Ring], unread: Collection[int] = ()) -> list[Verdict]:
+    """One verdict for each communicator, by name and then by time. ``unread``: ranks whose files cannot be read."""
     groups: dict[tuple[str, str], dict[int, Ring]] = {}
     for ring in sorted(rings, key=lambda ring: (ring.facts["comm"], ring.facts["written_at"])):
         groups.setdefault((ring.facts["comm"], ring.facts["id"]), {})[ring.facts["rank"]] = ring
-    return [_judge_one(dict(sorted(group.items()))) for group in groups.values()]
+    return [_judge_one(dict(sorted(group.items())), unread) for group in groups.values()]
 
 
-def _judge_one(rings: Mapping[int, Ring]) -> Verdict:
+def _judge_one(rings: Mapping[int, Ring], unread: Collection[int]) -> Verdict:
     world = next(iter(rings.values())).facts["world"]
     stopped_at, mismatch = _first_mismatch(rings)
     stopped_at = stopped_at or min(ring.position for ring in rings.values())
@@ -145,7 +150,7 @@ def _judge_one(rings: Mapping[int, Ring]) -> Verdict:
             rank for ranks in mismatch.values() if len(ranks) != most for rank in ranks
         ],
         **{f"had not called {call}": [int(rank) for rank, of in waited if of == call] for _, call in waited},
-        "died or left": {*range(world)} - {*rings} | named(_GONE),
+        "died or left": {*range(world)} - {*rings, *unread} | named(_GONE),
         "aborted": named(_ABORTED),
         "failed": [rank for rank in first[:1] if rank in rings and "timeout" not in rings[rank].reason],
         "late": absent or [rank for rank in rings if progress[rank] < max(progress.values())],
