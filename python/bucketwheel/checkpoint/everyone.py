@@ -6,9 +6,9 @@ so the threads of a save use keys of the Store, with a prefix that is this save'
 | key | says |
 |---|---|
 | ``<rank>`` | what the rank has written |
-| ``outcome`` | empty: the checkpoint is complete; else why the save has failed on some rank |
+| ``outcome`` | empty: the checkpoint is complete; else why the save has failed on some rank. The first word stands |
 | ``writes`` | counts while data is written |
-| ``left`` | how many ranks have read the outcome; then rank 0 deletes all keys |
+| ``left`` | how many ranks have read the outcome; the last one deletes all keys |
 
 Ranks that are threads of one process share an object instead of the Store.
 """
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from bucketwheel.checkpoint.live import Engine, exchange
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CheckpointError
-from bucketwheel.torch_internals import store_of, timeout_of
+from bucketwheel.torch_internals import another_connection, store_of, timeout_of
 
 __all__ = ["Board", "Everyone", "FailedElsewhere", "everyone_of"]
 
@@ -34,6 +34,7 @@ _USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
 _POLL_S = (0.002, 0.5)  # between two looks at a key: the shortest pause and the longest
 _POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far
 _NOTE_S = 1.0  # between two notes that data is being written
+_MOST_BYTES = 7 << 20  # torch's TCPStore takes 8 MiB
 _LEAVE_S = 5.0  # rank 0, whose process may have the Store, waits so long for the others to read the outcome
 
 _shared: dict[str, Any] = {}  # the objects of saves that run in threads as ranks
@@ -100,15 +101,26 @@ class Board:
         if everyone.engine is not None and everyone.engine.are_threads:
             self._store = _shared.setdefault(self._name, dist.HashStore())
         elif everyone.size > 1:
-            self._store = dist.PrefixStore(self._name, store_of(None))
+            if not dist.is_initialized():
+                raise CheckpointError("the default process group is gone: save before destroy_process_group()")
+            # Of its own, since training may wait in its connection for what this save is to say.
+            self._store = dist.PrefixStore(self._name, another_connection(store_of(None)))
 
     def tell(self, key: str, said: bytes) -> None:
-        if self._store is not None:
-            self._store.set(key, zlib.compress(said))  # torch's TCPStore takes 8 MiB
+        """CheckpointError if it is too long."""
+        text = zlib.compress(said)
+        if len(text) > _MOST_BYTES:
+            raise CheckpointError(
+                f"a key of the torch Store cannot hold {len(text)} bytes: make staging_bytes larger, for fewer checksums"
+            )
+        if self._store is not None and key == "outcome":
+            self._store.compare_set(key, "", text)
+        elif self._store is not None:
+            self._store.set(key, text)
 
     def wait_for(self, key: str, what: str) -> bytes:
-        """What another rank has told. `FailedElsewhere` as soon as some rank has failed. CheckpointError, which names ``what``, if no
-        rank has written anything for the ranks' time limit."""
+        """What another rank has told. `FailedElsewhere` as soon as some rank has failed. CheckpointError, which names ``what``,
+        if no rank has written anything for the ranks' time limit."""
         began = since = time.monotonic()
         seen = -1
         while not self._store.check([key]) and not self._store.check(["outcome"]):
@@ -129,17 +141,13 @@ class Board:
             self._store.add("writes", 1)
 
     def leave(self) -> None:
-        """This rank has read, or told, the outcome. Rank 0 deletes all keys, unless a rank has not left after some seconds."""
+        """This rank has read, or told, the outcome. The last one to leave deletes all keys; rank 0 waits some seconds for it."""
         if self._store is None:
             return
-        left = self._store.add("left", 1)
-        if self._rank != 0:
-            return
-        until = time.monotonic() + _LEAVE_S
-        while left < self._size and time.monotonic() < until:
-            time.sleep(_POLL_S[0])
-            left = self._store.add("left", 0)
-        if left == self._size:
+        if self._store.add("left", 1) == self._size:
             _shared.pop(self._name, None)
-            for key in ("outcome", "writes", "left", *map(str, range(1, left))):
+            for key in (*map(str, range(1, self._size)), "outcome", "writes", "left"):
                 self._store.delete_key(key)
+        until = time.monotonic() + _LEAVE_S
+        while self._rank == 0 and self._store.check(["left"]) and time.monotonic() < until:
+            time.sleep(_POLL_S[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ __all__ = ["save_whole", "sync_path"]
 def save_whole(value: Any, path: str | os.PathLike[str]) -> None:
     """torch.save into a file beside ``path`` that becomes ``path`` once it is on disk. OSError if it cannot be written."""
     path = Path(path).absolute()
-    temporary = path.with_name(f".{path.name}.tmp")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by a writer that was killed
+        left.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, "wb") as file:  # torch.save has a RuntimeError where it cannot open a path
+        with open(temporary, "xb") as file:  # torch.save has a RuntimeError where it cannot open a path
             torch.save(value, file)
         sync_path(temporary)
         temporary.replace(path)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
-import pickle
 import secrets
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.nn import Module, Parameter
 
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.everyone import Board, Everyone, FailedElsewhere, everyone_of
-from bucketwheel.checkpoint.format import describe, folder_of
+from bucketwheel.checkpoint.format import Stored, Sums, describe, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
@@ -141,8 +141,9 @@ def async_save(
     with failing_together(everyone.agree, what):
         if extra is not None and contents.digest != digest:
             contents.add_object(f"{EXTRA_OF}{everyone.rank}", extra)
-        pending = PendingSave(folder, contents)
-    pending._start(Board(everyone, name))
+        board = Board(everyone, name)
+        pending = PendingSave(folder, contents, board)
+    pending._start()
     if optimizer is not None and any(group["capturable"] for group in optimizer.param_groups):
         pending._written.wait()
     return pending
@@ -375,14 +376,17 @@ _looked_at: set[Path] = set()  # by `_warn_of_others`, for the life of the proce
 class PendingSave:
     """A save that a thread carries out; see `async_save`. All methods are local."""
 
-    def __init__(self, folder: Path, contents: _Contents) -> None:
+    def __init__(self, folder: Path, contents: _Contents, board: Board) -> None:
         self._folder = folder
         self._contents = contents
+        self._board = board
         self._rank = contents.rank
         self._owner = None if contents.engine is None else weakref.ref(contents.engine)
         self._nbytes = sum(item.nbytes for item in contents.items)
         path = folder / SAVING / f"__{self._rank}_0.distcp"
         self._file = DataFile(path, chunk_bytes=contents.chunk_bytes, buffer_bytes=contents.part_bytes)
+        self._file.on_write = board.note_write
+        self._remains = "so the checkpoint there stays what it was"  # in errors; until this rank has told what it wrote
         self._written = threading.Event()  # this rank's data
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
@@ -416,8 +420,7 @@ class PendingSave:
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _start(self, board: Board) -> None:
-        self._board = board
+    def _start(self) -> None:
         if self._contents.engine is not None:
             self._contents.engine.write_observers.append(self._contents.staging.before_write)
         _running.add(self)
@@ -429,7 +432,8 @@ class PendingSave:
             if self._rank == 0:
                 self._commit(rows)
             else:
-                self._board.tell(str(self._rank), pickle.dumps(rows))
+                self._remains = "and the folder may hold the checkpoint before or this one"
+                self._board.tell(str(self._rank), json.dumps(rows).encode())
                 self._board.wait_for("outcome", "rank 0's commit")
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
             self._fail(error)
@@ -443,16 +447,12 @@ class PendingSave:
             self._ended.set()
 
     def _write(self) -> list[Any]:
-        """Returns what it has written: a tensor's shape (None: another object's), and the dtype and sizes of the box."""
-        rows: list[Any] = []
+        """Returns what it has written, for JSON."""
+        rows = []
         for item in self._contents.items:
-            result = self._file.add(item.index, item.data)
-            if isinstance(item.data, LiveTensor):
-                rows.append((item.shape, item.data.dtype, item.data.shape, result))
-            else:
-                rows.append((None, None, None, result))
+            rows.append(_row(item, self._file.add(item.index, item.data).storage_data))
+            if not isinstance(item.data, LiveTensor):
                 self._contents.staging.written_bytes += item.nbytes
-            self._board.note_write()
         self._contents.staging.expect_good()
         self._let_go(None)
         self._file.close()
@@ -463,9 +463,12 @@ class PendingSave:
 
     def _commit(self, rows: list[Any]) -> None:
         others = range(1, self._contents.size)
-        reports = [rows, *(pickle.loads(self._board.wait_for(str(rank), "the other ranks' data")) for rank in others)]
-        publish(self._folder, *_joined(reports, self._contents), chunk_bytes=self._contents.chunk_bytes)
+        reports = [rows, *(json.loads(self._board.wait_for(str(rank), "the other ranks' data")) for rank in others)]
+        contents = self._contents
+        remove_earlier = publish(self._folder, *_joined(reports, contents), chunk_bytes=contents.chunk_bytes)
+        self._remains = "and the folder holds this checkpoint"
         self._board.tell("outcome", b"")
+        remove_earlier()
 
     def _let_go(self, error: BaseException | None) -> None:
         """The live memory is not needed any more."""
@@ -479,15 +482,22 @@ class PendingSave:
     def _fail(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, FailedElsewhere):
-            text = (
-                f"the save into {self._folder} has failed on rank {self._rank}, so the checkpoint there stays what it was: "
-                f"{text}"
-            )
+            text = f"the save into {self._folder} has failed on rank {self._rank}, {self._remains}: {text}"
         self._error = CheckpointError(text)
         self._error.__cause__ = error
-        self._file.discard()
         with contextlib.suppress(RuntimeError):  # the Store is gone, as the other ranks find too
-            self._board.tell("outcome", text.encode())
+            self._board.tell("outcome", text[:100_000].encode())
+        self._file.discard()
+
+
+def _row(item: _Item, stored: Stored) -> list[Any]:
+    """Says what a rank has written, in JSON: other users of the machine may reach the Store, so nothing of it is unpickled."""
+    assert stored.sums is not None
+    dtype = None if item.shape is None else str(item.data.dtype).removeprefix("torch.")
+    sizes = None if item.shape is None else list(item.data.shape)
+    offset = None if item.index.offset is None else list(item.index.offset)
+    sums = (stored.sums.begin, stored.sums.nbytes, stored.sums.envelope, stored.sums.chunks.hex())
+    return [item.index.fqn, item.shape, dtype, offset, sizes, stored.path, stored.offset, stored.length, sums]
 
 
 def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -496,18 +506,21 @@ def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list
     for name, written in contents.same.items():
         also.setdefault(written, []).append(name)
     entries: dict[str, Any] = {}
-    properties: dict[torch.dtype, TensorProperties] = {}  # by dtype: pickled once
+    properties: dict[str, TensorProperties] = {}  # by dtype: pickled once
     results: list[list[WriteResult]] = [[] for _ in reports]
     for rank, rows in enumerate(reports):
-        for shape, dtype, sizes, result in rows:
-            for name in (result.index.fqn, *also.get(result.index.fqn, ())):
-                results[rank].append(replace(result, index=replace(result.index, fqn=name)))
+        for fqn, shape, dtype, offset, sizes, path, begin, length, sums in rows:
+            before, nbytes, envelope, chunks = sums
+            stored = Stored(path, begin, length, Sums(before, nbytes, envelope, bytes.fromhex(chunks)))
+            for name in (fqn, *also.get(fqn, ())):
+                index = MetadataIndex(name, None if offset is None else torch.Size(offset))
+                results[rank].append(WriteResult(index, length, stored))
                 if shape is None:
                     entries[name] = BytesStorageMetadata()
                     continue
-                kind = properties.setdefault(dtype, TensorProperties(dtype=dtype))
+                kind = properties.setdefault(dtype, TensorProperties(dtype=getattr(torch, dtype)))
                 entry = entries.setdefault(name, TensorStorageMetadata(kind, torch.Size(shape), []))
-                entry.chunks.append(ChunkStorageMetadata(result.index.offset, sizes))
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
     paths = {**{name: (name,) for name in entries}, **contents.paths}  # of a rank's own extra too: stock reads by keys
     return Metadata(entries, planner_data=paths), results
 

@@ -65,7 +65,7 @@ class SnapshotFile:
 
 def remove_other_runs(folder: Path, run: str) -> None:
     """Removes the files of all runs but this one, unfinished ones too."""
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}*"):
+    for path in folder.glob(f"bucketwheel-*{_SUFFIX}*"):  # of other versions too
         if not path.name.startswith(_PREFIX + run):
             path.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -38,7 +38,7 @@ from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
-__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "DataFile", "SAVING", "Writer", "publish", "start", "stat_of"]
+__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "DataFile", "SAVING", "Writer", "publish", "start"]
 
 CHUNK_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
@@ -109,6 +109,7 @@ class DataFile:
         self.chunk_bytes = chunk_bytes
         self.sync = sync
         self.size = 0  # with what is in the buffer
+        self.on_write: Callable[[], None] = lambda: None  # called as often as data is written
         self._file = open(path, "xb", buffering=0)
         self._is_direct = False
         self._set_direct(sync)  # who does not wait for the disk has the page cache write later
@@ -158,11 +159,12 @@ class DataFile:
         self._end()
 
     def discard(self) -> None:
-        """Remove it, and write no more: the save has failed."""
-        self._end()
-        with contextlib.suppress(OSError):  # it is gone already
+        """Remove it, and write no more: the save has failed. No error: the disk may be full, the file gone."""
+        with contextlib.suppress(OSError):
+            self._end()
+        with contextlib.suppress(OSError):
             os.truncate(self.path, 0)  # a process that was forked meanwhile has it open still
-        self.path.unlink(missing_ok=True)
+            self.path.unlink()
 
     def _end(self) -> None:
         self._file.close()
@@ -190,6 +192,7 @@ class DataFile:
                 self._filled = 0
 
     def _put(self, *parts: memoryview) -> None:
+        self.on_write()
         left = list(parts)
         while left:
             try:
@@ -244,11 +247,11 @@ def start(folder: Path) -> None:
 
 def publish(
     folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, chunk_bytes: int, sync: bool = True
-) -> None:
+) -> Callable[[], None]:
     """[Note: the commit] One rank does, once the files of all are closed; ``results`` by rank. Local.
 
     Raises `CheckpointError` if the files are not what the ranks have written. After an error before the commit all files are
-    in ``.saving``.
+    in ``.saving``. Returns what removes the data of earlier checkpoints.
     """
     ends: dict[str, int] = {}
     for result in (one for of_rank in results for one in of_rank):
@@ -294,9 +297,13 @@ def publish(
             (folder / data).rename(saving)  # each rank removes its file there
         raise
     flush(folder)
-    for path in folder.iterdir():
-        if _DATA.fullmatch(path.name) and path.name != data:
-            shutil.rmtree(path, ignore_errors=True)
+
+    def remove_earlier() -> None:
+        for path in folder.iterdir():
+            if _DATA.fullmatch(path.name) and path.name != data:
+                shutil.rmtree(path, ignore_errors=True)
+
+    return remove_earlier
 
 
 def stat_of(path: Path) -> os.stat_result:
@@ -366,7 +373,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
-            publish(self.path, metadata, results, chunk_bytes=self.chunk_bytes, sync=self.sync)
+            publish(self.path, metadata, results, chunk_bytes=self.chunk_bytes, sync=self.sync)()
         except BaseException:  # the disk may be full
             shutil.rmtree(self.path / SAVING, ignore_errors=True)
             raise

@@ -79,7 +79,7 @@ def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[t
         by_param = zip((name for name, _ in frozen), *(of[1 + len(unnamed) :] for of in everyone), strict=False)
         unequal = [repr(name) for name, *values in by_param if len(set(values)) > 1]
         warnings.warn(
-            f"frozen parameters differ between ranks: {', '.join(unequal[:3]) or 'their number'}"
+            f"frozen parameters differ between ranks: {', '.join(unequal[:3]) or 'some of them'}"
             f"{', ...' if len(unequal) > 3 else ''}. The optimizer gives all ranks rank 0's trainable parameters only, where "
             "DDP gives them its frozen parameters and buffers too: call bucketwheel.sync_module(model) before, with "
             "buffers='forward' if forwards write to buffers (BatchNorm)",
