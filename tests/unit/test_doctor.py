@@ -44,7 +44,7 @@ def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
     assert tree.compiled() == tree.nvcc_calls() == []
     assert f"torch        {torch.__version__}, CUDA" in text and f"BW_CACHE_DIR={tree.cache}" in text
     assert f"compiler     {tree.compiler}" in text and len(text.splitlines()) < 25
-    assert json.loads(run(tree, "--json", status=0))["compiler"].startswith(tree.compiler)
+    assert json.loads(run(tree, "--json", status=0))["compiler"].startswith(str(tree.compiler))
     text = run(tree, status=0, NVCC="no-such-nvcc")
     assert "nvcc         none, and not needed here" in text and "CUDA module  none, and not needed here" in text
     assert "broken: the native module is not built yet, and BW_JIT=0" in run(tree, status=2, BW_JIT="0")

@@ -55,11 +55,31 @@ class PackedRun:
 
 
 def cut_anywhere(numels: Sequence[int], *, world: int, bucket_numel: int, align: int) -> PackedRun:
-    """Element cuts: parameters one behind the other, buckets of the size asked for."""
-    *begins, _ = _offsets(numels, align)
-    grid = _grid(world, bucket_numel, align)
-    count, rest = divmod(begins[-1] + numels[-1], grid.usual)
-    return PackedRun(begins, [grid.usual // world] * count + ([grid.plain_shard(rest)] if rest else []))
+    """Element cuts: parameters one behind the other. A bucket takes those that begin within the size asked for; a parameter
+    that is longer goes on in the next."""
+    begins, shards = [0] * len(numels), []
+    at = first = covered = (
+        0  # where the bucket begins, the first parameter that is not wholly in one, its elements that are
+    )
+    while first < len(numels):
+        window, begin = [], at - covered
+        for param in range(first, len(numels)):
+            window.append((begin, begin + numels[param]))
+            begin = _round_up(window[-1][1], align)
+            if begin - at >= bucket_numel:
+                break
+        shard = _round_up(-(-min(bucket_numel, window[-1][1] - at) // world), align)
+        end = at + world * shard
+        covered = 0
+        for begin, upto in window[: sum(begin < end for begin, _ in window) or 1]:
+            begins[first] = begin
+            if upto > end:
+                covered = end - begin
+                break
+            first += 1
+        shards += [shard] if shard else []
+        at = end
+    return PackedRun(begins, shards)
 
 
 def cut_whole_rows(
