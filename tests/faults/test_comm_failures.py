@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from typing import Any
@@ -192,15 +193,17 @@ def test_an_exception_in_the_block_aborts():
 
 def interrupted_while_made(rank: int, size: int, backend: str) -> Error:
     """Rank 0, once it has told the others that its part is made."""
-    failures = Rendezvous.failures
+    outcome = Rendezvous.outcome
 
-    def interrupted(rendezvous: Rendezvous, mine: str) -> str:
-        failures(rendezvous, mine)
-        raise KeyboardInterrupt
+    def interrupted(rendezvous: Rendezvous, *mine: Any) -> Any:
+        found = outcome(rendezvous, *mine)
+        if sys._getframe(1).f_code.co_name == "make":
+            raise KeyboardInterrupt
+        return found
 
     make = lambda: Communicator(backend=backend, name="short", timeout_s=20)  # noqa: E731
     if rank == 0:
-        with mock.patch.object(Rendezvous, "failures", interrupted), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Rendezvous, "outcome", interrupted), pytest.raises(KeyboardInterrupt):
             make()
         return error_of(lambda: None)
     with make() as comm:

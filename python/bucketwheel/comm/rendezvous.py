@@ -27,6 +27,8 @@ _PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the s
 _PAUSE_OF_RANK_S = 5e-5  # at least so much for each rank
 _PAUSE_SHARE = 0.02  # between these: so much of the time that it has taken so far
 
+_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
+
 _Call = Callable[[threading.Event], Any]
 
 
@@ -49,12 +51,9 @@ class Rendezvous:
         self.deadline = time.monotonic() + timeout_s
         self._round = 0
         self._failed: dict[str, Any] = {}  # the outcome of the last round if ranks were missing: there is no other one
-        makers = "(ShardedAdamW, sync_module, Communicator)"
-        self._what, self._failure = f"make a communicator {makers}", "the communicator was not made"
-        self._lacking = f"not come; every rank of the group must make it {makers} within that time"
-        if call:
-            self._what, self._failure = f"call {call}", f"{call} has failed"
-            self._lacking = f"not called {call}: call it on all ranks"
+        self._what = f"call {call}" if call else "make a communicator (ShardedAdamW, sync_module, Communicator)"
+        self._failure = f"{call} has failed" if call else "the communicator was not made"
+        self._lacking = f"not called {call}: call it on all ranks" if call else f"not come; {_EVERY_RANK}"
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float, call: str = "") -> Rendezvous:
