@@ -84,3 +84,16 @@ def test_rows_may_come_from_other_processes(backend, contexts):
     for rank in run("workers", backend, *contexts, timeout_s=220):
         assert len(rank) == 1 + len(contexts)
         assert all(answer == rank[0] for answer in rank)
+
+
+@pytest.mark.timeout_s(180)
+@pytest.mark.parametrize(
+    ("backend", "methods"),
+    [("shm", ["fork"]), slow_case("shm", ["spawn", "fork"]), slow_case("c10d", ["spawn", "fork"])],
+)
+def test_ranks_may_be_started_by_torch(backend, methods):
+    answers = run("starts", backend, *methods, timeout_s=150)
+    assert len(answers) == 2 * len(methods)
+    first, second = answers[:2]
+    assert first[1] == second[1], "the ranks have the same parameters"
+    assert answers == [first, second] * len(methods)

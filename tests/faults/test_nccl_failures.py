@@ -210,3 +210,34 @@ def aborts_while_it_closes(rank: int, size: int) -> None:
 
 def test_abort_ends_a_close_that_waits(rank_pool):
     rank_pool(2).run(aborts_while_it_closes, timeout_s=25)
+
+
+def background_error(rank: int, size: int, is_idle: bool) -> tuple[Error, Facts, float]:
+    with nccl_comm("network") as (comm, script):
+        handle = None
+        if not is_idle:
+            script.fake_nccl_hang(1)
+            handle = gather(comm)[1]
+        comm.exchange(b"")
+        begin = time.monotonic()
+        if rank == 1:
+            script.fake_nccl_async_error(REMOTE_ERROR)
+        if handle is None:
+            time.sleep(1.5)  # NCCL may know of a dead peer before we do, so its own word has to wait a moment
+            handle_error = error_of(lambda: gather(comm))
+        else:
+            handle_error = error_of(handle.synchronize)
+        took_s = time.monotonic() - begin
+        assert error_of(lambda: comm.exchange(b"")) == handle_error
+        script.fake_nccl_async_error(0)
+        return handle_error, facts_of(lambda: comm.exchange(b"")), took_s
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_an_error_in_the_background(is_idle, rank_pool):
+    for rank, (error, facts, took_s) in enumerate(rank_pool(3).run(background_error, is_idle, timeout_s=25)):
+        assert error[0] == "CommError" and took_s < SOON_S
+        assert (facts["rank"], facts["nccl_code"]) == (1, REMOTE_ERROR)
+        assert (facts["op"], facts["seq"]) == (("", 0) if is_idle else ("all_gather", 1))
+        expect_prefix(error[1], rank, 3, "network")
+        assert f"{REMOTE_ERROR} " in error[1] and (rank == 1 or "rank 1" in error[1])
