@@ -3,6 +3,7 @@
     python -m torch.distributed.run ... tests/support/lifecycle.py train BACKEND FOLDER     # resumes; see `train`
     python tests/support/lifecycle.py exits BACKEND NAME ...                                # of `EXITS`, over any backend
     python tests/support/lifecycle.py workers BACKEND CONTEXT ...                           # two ranks that load data
+    python tests/support/lifecycle.py starts BACKEND METHOD ...                             # two ranks by torch.multiprocessing
 
 Answers are lines of JSON.
 """
@@ -279,9 +280,26 @@ def workers(backend: str, contexts: list[str]) -> None:
     codes = fork_ranks(answer, folder, 5 * EXIT_S)
     if codes is not None:
         assert codes == [0] * WORLD, codes
-        for rank in range(WORLD):
-            print(Path(f"{folder}/answer {rank}").read_text(), flush=True)
-        shutil.rmtree(folder)
+        print_answers(folder)
+
+
+def print_answers(folder: str) -> None:
+    for rank in range(WORLD):
+        print(Path(f"{folder}/answer {rank}").read_text(), flush=True)
+    shutil.rmtree(folder)
+
+
+def started(rank: int, folder: str, backend: str) -> None:
+    join(rank, folder)
+    Path(f"{folder}/answer {rank}").write_text(json.dumps(load(rank, backend, None)))
+
+
+def starts(backend: str, methods: list[str]) -> None:
+    """By each method, in this process, which has the library but has not used it. The answer of each rank in turn."""
+    for method in methods:
+        folder = tempfile.mkdtemp()
+        torch.multiprocessing.start_processes(started, args=(folder, backend), nprocs=WORLD, start_method=method)
+        print_answers(folder)
 
 
 def main(what: str, backend: str, *rest: str) -> None:
@@ -294,6 +312,8 @@ def main(what: str, backend: str, *rest: str) -> None:
         exits(backend, list(rest))
     elif what == "workers":
         workers(backend, list(rest))
+    elif what == "starts":
+        starts(backend, list(rest))
 
 
 if __name__ == "__main__":

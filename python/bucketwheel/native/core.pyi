@@ -1,7 +1,7 @@
 """What the CPU module binds (csrc/bindings). Written by `python tests/stub.py`. ``Final``: cannot be assigned to."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 class AdamArguments:
     def __init__(
