@@ -82,8 +82,8 @@ def before_join(check: Callable[[Sequence[Any]], None]) -> None:
     enter = Join.__enter__
 
     def check_and_enter(join: Any) -> Any:
-        if join._enable:
-            check(join._joinables)
+        if getattr(join, "_enable", True):
+            check(getattr(join, "_joinables", ()))
         return enter(join)
 
     Join.__enter__ = check_and_enter  # type: ignore[method-assign]
