@@ -84,8 +84,8 @@ class Reader(StorageReader):
         return compared
 
     def read_object(self, fqn: str, offset: torch.Size | None = None) -> Any:
-        """An object that is no tensor, or a box of another writer; its checksums are compared. Raises `CheckpointError`, also if its pickle names what
-        ``torch.load(weights_only=True)`` refuses."""
+        """An object that is no tensor, or a box of another writer; its checksums are compared. Raises `CheckpointError`, also
+        if its pickle names a type that ``torch.load(weights_only=True)`` refuses."""
         content = self._object_bytes(MetadataIndex(fqn, offset))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)

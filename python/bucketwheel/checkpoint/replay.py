@@ -171,8 +171,8 @@ class Record:
 
 
 class ShardCopy:
-    """``optimizer``: steps it. ``memory``: uint8 [`nbytes_of`], of a file; None: of its own, with records that are pinned if ``is_pinned``. For
-    one thread at a time, except `record`.
+    """``optimizer``: steps it. ``memory``: uint8 [`nbytes_of`], of a file; None: of its own, with records that are pinned if
+    ``is_pinned``. For one thread at a time, except `record`.
 
         | base, steps, kept | mirror: step counts, parameters, states | (a second mirror) | record | record | ...
 

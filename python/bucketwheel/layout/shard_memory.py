@@ -20,8 +20,8 @@ __all__ = ["ShardMemory", "ShardSpace", "StepInputs"]
 
 @dataclass(frozen=True)
 class ShardSpace:
-    """``pieces``: 1-D tensors, of "param" and of each state. ``rows``: the parts of parameters: the parameter's
-    index, the part's begin in it and in the space, its number of elements. ``grad``: the gradient shard, 1-D, where there is one; None:
+    """``pieces``: 1-D tensors, of "param" and of each state. ``rows``: the parts of parameters, each with the parameter's index,
+    the part's begin in the parameter and in the space, and its number of elements. ``grad``: the gradient shard, 1-D; None:
     gradients come with the step (`StepInputs`)."""
 
     numel: int
