@@ -16,8 +16,8 @@ namespace {
 
 constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
-// How long a waiter spins, and an idle worker stays awake, before it sleeps: about the cost of going to sleep and
-// waking up. Both yield meanwhile, because the thread that they wait for may need their core.
+// How long an idle worker stays awake before it sleeps: about the cost of going to sleep and waking up. It yields
+// meanwhile, because the thread that it waits for may need its core.
 constexpr std::chrono::microseconds kSpin{20};
 
 // The queues whose entries this thread is running, innermost first.
@@ -137,7 +137,6 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
   }
   expect_same_process();
   expect_not_inside();
-  bool has_spun = false;
   for (;;) {
     uint32_t progress = 0;
     {
@@ -149,33 +148,13 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
         run_until(ticket, lock);
         continue;
       }
-      if (has_spun) {
-        wanted_ticket_ = std::min(wanted_ticket_, ticket);
-        progress = progress_.load(std::memory_order_relaxed);
-      }
-    }
-    if (!has_spun) {
-      has_spun = true;
-      if (spin_for(ticket)) {
-        return true;
-      }
-      continue;
+      wanted_ticket_ = std::min(wanted_ticket_, ticket);
+      progress = progress_.load(std::memory_order_relaxed);
     }
     if (!futex_wait(progress_, progress, deadline) && !is_done(ticket)) {
       return false;
     }
   }
-}
-
-bool HostQueue::spin_for(uint64_t ticket) const {
-  const auto until = Clock::now() + kSpin;
-  do {
-    if (is_done(ticket)) {
-      return true;
-    }
-    std::this_thread::yield();  // another thread may run for a whole slice of its time
-  } while (Clock::now() < until);
-  return false;
 }
 
 // Called with the lock held and the role free; returns with the lock held and the role free.

@@ -32,7 +32,7 @@ struct Work {
 //   a thread with a deadline                 never: it could not stop in time
 // Where tasks call Python the worker alone takes it (RunBy::kWorker): on the main thread a task could run signal
 // handlers, whose exception belongs to the waiting caller and not to the task. A waiting thread that does not get the
-// role spins shortly and then sleeps until its ticket is done.
+// role sleeps until its ticket is done.
 //
 // This cannot deadlock where plain worker threads would not. An entry waits only for events that were recorded before
 // it was enqueued, so waits form no cycle, and a helper runs only entries that its ticket waits for. A task that waits
@@ -74,7 +74,6 @@ class HostQueue {
   void execute(Work work) noexcept;
   bool is_foreign() const noexcept { return process_.is_foreign(); }
   void expect_not_inside() const;
-  bool spin_for(uint64_t ticket) const;
   bool linger(std::unique_lock<std::mutex>& lock) noexcept;
   void pause_at_random() noexcept;
 
