@@ -16,9 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bucketwheel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     doctor.add_arguments(commands.add_parser("doctor", help="what is there, what is missing, what to do about it"))
-    flight.add_arguments(
-        commands.add_parser("flight", help="who stopped first, by what the ranks wrote to BW_TRACE_DIR")
-    )
+    flight.add_arguments(commands.add_parser("flight", help="who stopped first, by what ranks wrote to BW_TRACE_DIR"))
     checkpoint.add_arguments(commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is whole"))
     plan.add_arguments(commands.add_parser("plan", help="how much memory a recorded step needs, by policy"))
     options = parser.parse_args(arguments)

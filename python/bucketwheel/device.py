@@ -19,22 +19,6 @@ from torch import Tensor
 from bucketwheel.errors import Error
 from bucketwheel.native import core, modules
 
-__all__ = [
-    "CPU",
-    "Uploads",
-    "buffer_of",
-    "device_index",
-    "device_named",
-    "index_of",
-    "join",
-    "keep_as_cache",
-    "native_stream",
-    "reclaim_memory",
-    "stream_of",
-    "torch_device",
-    "upload",
-]
-
 CPU = -1
 
 _guard = threading.Lock()

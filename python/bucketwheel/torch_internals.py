@@ -15,24 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-__all__ = [
-    "after_backward",
-    "all_gather",
-    "another_connection",
-    "before_join",
-    "call_of_torch",
-    "fsdp2_groups",
-    "increment_version",
-    "keep_out_of_graphs",
-    "loads_its_own_way",
-    "override_stale_capture_stream",
-    "set_default_timeout",
-    "storage_info",
-    "storage_users",
-    "store_of",
-    "timeout_of",
-]
-
 # [Note: on the host] All of the package works on the host: `torch.compile` calls it between two graphs, and does not look
 # inside, where it would meet native objects and parameters that change their class. But these hooks are called by what
 # others compile, and decide by themselves:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "boxes_of"]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -28,8 +28,6 @@ from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CheckpointError
 from bucketwheel.torch_internals import another_connection, store_of, timeout_of
 
-__all__ = ["Board", "Everyone", "FailedElsewhere", "everyone_of"]
-
 _USUAL_LIMIT_S = 600.0  # of waiting for other ranks, where torch does not say
 _POLL_S = (0.002, 0.5)  # between two looks at a key: the shortest pause and the longest
 _POLL_SHARE = 0.02  # between these: so much of the time that it has taken so far

@@ -23,17 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
-
-__all__ = ["ATTRIBUTE", "METADATA", "Description", "Stored", "Sums", "describe", "folder_of", "packed", "packed_sums"]
 
 METADATA = ".metadata"
 ATTRIBUTE = "bucketwheel"  # of the pickled Metadata
@@ -224,9 +217,7 @@ def _expect_items(entries: Mapping[str, Any], items: Mapping[MetadataIndex, Stor
         is_inside = all(at >= 0 and n >= 0 and at + n <= size for place in places for at, n, size in place)
         numel = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if not is_inside or numel != entry.size.numel() or not entry.chunks:
-            _refuse(
-                f"the {len(entry.chunks)} boxes of {fqn!r}, {numel} elements, are not its shape {tuple(entry.size)}"
-            )
+            _refuse(f"{len(entry.chunks)} boxes of {fqn!r}, {numel} elements, are not its shape {tuple(entry.size)}")
         for chunk in entry.chunks:
             nbytes = chunk.sizes.numel() * entry.properties.dtype.itemsize
             _expect_item(MetadataIndex(fqn, chunk.offsets), items, nbytes)

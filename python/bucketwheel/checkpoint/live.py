@@ -16,18 +16,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import join_master
 from bucketwheel.layout.shard_memory import ShardMemory
 
-__all__ = [
-    "PARAM",
-    "Engine",
-    "ShardedOptimizer",
-    "engine_of",
-    "exchange",
-    "live_boxes",
-    "parts_of",
-    "split_views",
-    "value_of",
-]
-
 PARAM = "param"  # beside the names of the states
 
 

@@ -37,8 +37,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.masters import load_master, moments_of, saved_names
 from bucketwheel.torch_internals import loads_its_own_way
 
-__all__ = ["load"]
-
 _NAMED = 5  # of missing names, in a message
 _PART = (
     "To load what fits: torch.distributed.checkpoint.load({'model': tensors}, checkpoint_id=..., planner=DefaultLoadPlanner("

@@ -13,8 +13,6 @@ from bucketwheel.comm import background, gloo
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.torch_internals import store_of
 
-__all__ = ["Neighbours"]
-
 _CHUNK_BYTES = 256 << 20
 
 

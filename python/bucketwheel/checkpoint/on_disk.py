@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["save_whole", "sync_path"]
-
 
 def save_whole(value: Any, path: str | os.PathLike[str]) -> None:
     """torch.save into a file beside ``path`` that becomes ``path`` once it is on disk. OSError if it cannot be written."""

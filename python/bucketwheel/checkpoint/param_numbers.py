@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bucketwheel.checkpoint.plain_values import as_plain
 
-__all__ = ["WRAPPERS", "follow_names", "numbered_groups", "numbers_of", "prefix_of"]
-
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")  # which torch's get_state_dict leaves out of names
 
 _Groups = Sequence[dict[str, Any]]

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 from bucketwheel.layout.flat_params import is_plain
 from bucketwheel.native import core
 
-__all__ = ["as_plain", "digest_of", "expect_loadable", "is_kept_by_entries", "pickled"]
-
 
 def _mapped(leaf_of: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``leaf_of`` of each value in dicts, lists and tuples, and of each key."""

@@ -21,8 +21,6 @@ from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError
 from bucketwheel.native import core
 
-__all__ = ["Reader", "part_of", "pieces_of"]
-
 _MOST_FILES = 256  # open at a time: each rank has written one, and a process may often open 1024
 _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
 
@@ -264,9 +262,7 @@ class Reader(StorageReader):
             while out:
                 got = os.preadv(self._files[path], [out], position)
                 if got == 0:
-                    raise CheckpointError(
-                        f"{self.path / path} ends at byte {position}: it was cut off while it was read"
-                    )
+                    raise CheckpointError(f"{self.path / path} ends at byte {position}: it was cut off during the read")
                 position, out = position + got, out[got:]
         except OSError as error:
             raise CheckpointError(f"{self.path / path} cannot be read: {error}") from error
@@ -286,9 +282,7 @@ class Reader(StorageReader):
             tensor = self.read_object(index.fqn, index.offset)
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
-                raise CheckpointError(
-                    f"{index.fqn!r} at {index.offset} in {self.path} is not a {dtype} of {tuple(sizes)}"
-                )
+                raise CheckpointError(f"{index.fqn!r} at {index.offset} in {self.path} is no {dtype} of {tuple(sizes)}")
             self._whole = index, tensor.resolve_conj().resolve_neg()
         return self._whole[1]
 

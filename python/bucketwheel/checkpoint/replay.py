@@ -20,8 +20,6 @@ from bucketwheel.checkpoint.live import ShardedOptimizer
 from bucketwheel.device import buffer_of
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 
-__all__ = ["Record", "ShardCopy", "ShardLayout"]
-
 _ALIGN = 64
 # A record's scalars: the average, then these of each group.
 _HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled_weight_decay")

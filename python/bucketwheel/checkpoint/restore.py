@@ -11,8 +11,6 @@ from bucketwheel.checkpoint.live import ShardedOptimizer, exchange
 from bucketwheel.checkpoint.neighbours import Neighbours
 from bucketwheel.checkpoint.replay import ShardCopy, ShardLayout
 
-__all__ = ["Offer", "Sources", "find_sources", "restore_from"]
-
 
 class Offer(NamedTuple):
     """A copy that a rank has. ``run``: of which snapshots; ``layout``: the digest of its `ShardLayout`, which says

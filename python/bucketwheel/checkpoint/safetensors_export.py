@@ -13,8 +13,6 @@ import torch
 from bucketwheel.checkpoint.live import ShardedOptimizer
 from bucketwheel.errors import failing_together
 
-__all__ = ["save_safetensors"]
-
 
 def save_safetensors(
     directory: str | os.PathLike[str],

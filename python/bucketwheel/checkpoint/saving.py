@@ -48,18 +48,6 @@ from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 from bucketwheel.layout.masters import saved_names
 
-__all__ = [
-    "EXTRA_OF",
-    "STAGING_BYTES",
-    "WHOLE",
-    "PendingSave",
-    "async_save",
-    "finish_before",
-    "is_extra_state",
-    "model_tensors",
-    "save",
-]
-
 STAGING_BYTES = 256 << 20
 EXTRA_OF = "extra_of_rank_"  # and its number: the ``extra`` of a rank whose is not that of rank 0
 WHOLE = "whole."  # before the name of what `_odd_containers` finds
@@ -174,12 +162,7 @@ class _Contents:
     """What this rank writes. Takes copies of what is small."""
 
     def __init__(
-        self,
-        model: Module | None,
-        optimizer: ShardedOptimizer | None,
-        extra: Any,
-        everyone: Everyone,
-        limit: int,
+        self, model: Module | None, optimizer: ShardedOptimizer | None, extra: Any, everyone: Everyone, limit: int
     ) -> None:
         self.rank, self.size = everyone.rank, everyone.size
         self.engine = engine = everyone.engine  # until all is written

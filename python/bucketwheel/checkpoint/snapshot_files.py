@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SnapshotFile", "open_snapshots", "private_folder", "remove_other_runs"]
-
 _PAGE = 4096  # the line of JSON is padded to a multiple of it
 _PREFIX, _SUFFIX = "bucketwheel-2-", ".snapshot"  # 2: the version of what is in it
 

@@ -41,8 +41,6 @@ from bucketwheel.device import buffer_of, stream_of
 from bucketwheel.errors import ClosedError, CommTimeout, expect_int, failing_together
 from bucketwheel.layout.shard_memory import StepInputs
 
-__all__ = ["Snapshots"]
-
 _version_of = operator.attrgetter("_version")
 
 

@@ -24,8 +24,6 @@ from bucketwheel.checkpoint.live import split_views, value_of
 from bucketwheel.device import stream_of
 from bucketwheel.errors import CheckpointError
 
-__all__ = ["LiveTensor", "SaveStats", "Staging", "Watched"]
-
 
 @dataclass
 class SaveStats:

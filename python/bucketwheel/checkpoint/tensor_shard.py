@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # it takes a second, and who calls the methods below has impo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["StoredState", "TensorShard", "warn_of_part"]
-
 _aten = torch.ops.aten
 
 

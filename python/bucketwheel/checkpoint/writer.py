@@ -38,8 +38,6 @@ from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
 
-__all__ = ["BUFFER_BYTES", "CHUNK_BYTES", "DataFile", "SAVING", "Writer", "publish", "start"]
-
 CHUNK_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
 SAVING = ".saving"
@@ -217,9 +215,7 @@ class DataFile:
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise TypeError(
-                f"a tensor of {tensor.layout}, device {tensor.device} and {tensor.dtype} has no bytes to save"
-            )
+            raise TypeError(f"a tensor of {tensor.layout}, {tensor.device} and {tensor.dtype} has no bytes to save")
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.is_cpu and tensor.is_contiguous():
             yield from tensor.view(-1).split(BUFFER_BYTES // tensor.itemsize)
@@ -346,9 +342,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise ValueError(
-                "use_collectives=False writes metadata for each rank: use torch's FileSystemWriter for that"
-            )
+            raise ValueError("use_collectives=False writes metadata for each rank: use torch's FileSystemWriter")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

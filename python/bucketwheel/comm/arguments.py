@@ -16,18 +16,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from bucketwheel.comm.communicator import Communicator
 
-__all__ = [
-    "PreMulSum",
-    "Tensors",
-    "as_moved",
-    "listed",
-    "native_op_of",
-    "natives_of",
-    "payload_of",
-    "seconds_of",
-    "warn_of_rounded_average",
-]
-
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 _INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})

@@ -19,8 +19,6 @@ from bucketwheel.errors import CommError, expect_int
 from bucketwheel.native import core
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["LocalRank", "LocalWorld", "RankGroup", "agreed_name", "expect_group", "expect_unlaunched"]
-
 _numbers = itertools.count()
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from bucketwheel.comm import patience
 
-__all__ = ["start"]
-
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

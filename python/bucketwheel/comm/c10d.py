@@ -21,8 +21,6 @@ from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from bucketwheel.native import core
 
-__all__ = ["backend_of", "make"]
-
 # What is under way for each peer at once, and for all of them (docs/performance.md).
 _PEER_BYTES, _ROOM_BYTES = 3 << 20, 16 << 20
 _LEAST_BYTES = 64 << 10  # of each peer, where there are many

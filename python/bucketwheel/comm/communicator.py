@@ -36,8 +36,6 @@ from bucketwheel.native.modules import native
 from bucketwheel.pool.pool import Pool
 from bucketwheel.torch_internals import increment_version, keep_out_of_graphs, timeout_of
 
-__all__ = ["Communicator", "name_methods"]
-
 _USUAL_S = 600.0  # where no process group has a timeout
 _LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
 
@@ -96,14 +94,10 @@ class Communicator:
         cta_policy: str | None = None,
         registered: bool = False,
     ) -> None:
-        _expect_arguments(group, backend, timeout_s)
-        _expect_name(name)
-        _expect_cpu(backend, device)  # before the CUDA module is built for nothing
+        _expect_arguments(group, backend, timeout_s, name, device)
         native()  # a first use builds it, before the others' time runs
         index = device_index(device)
-        timeout_s = _limit_s(timeout_s, group, index)
-        if backend == "nccl":
-            _expect_cuda(index)
+        timeout_s = _limit_s(timeout_s, group, backend, index)
         choices = NcclChoices(max_ctas, cta_policy, registered)
         ranks = RankGroup.of(group, backend, timeout_s)
         self._finish(ranks.make(index, name, choices), ranks, choices)
@@ -146,11 +140,9 @@ class Communicator:
         warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
         ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
         """
-        _expect_arguments(group, "nccl", timeout_s)
-        _expect_name(name)
+        _expect_arguments(group, "nccl", timeout_s, name, device)
         index = device_index(device)
-        _expect_cuda(index)
-        timeout_s = _limit_s(timeout_s, group, index)
+        timeout_s = _limit_s(timeout_s, group, "nccl", index)
         choices = NcclChoices(max_ctas, cta_policy, registered)
         ranks = RankGroup.of(group, "nccl", timeout_s)
         assert ranks.rendezvous is not None
@@ -242,11 +234,7 @@ class Communicator:
             return {}
         has_gathers = self._gathers is None
         return nccl.features(
-            self._native,
-            self._choices,
-            has_gathers=has_gathers,
-            has_reduces=self._has_reduces,
-            overlaps=self._overlaps,
+            self._native, self._choices, has_gathers=has_gathers, has_reduces=self._has_reduces, overlaps=self._overlaps
         )
 
     def register_pool(self) -> int:
@@ -447,20 +435,26 @@ class Communicator:
         return f"Communicator({self.name!r}, rank {self.rank}/{self.size}, {self.backend})"
 
 
-def _expect_arguments(group: Any, backend: str, timeout_s: float | timedelta | None) -> None:
+def _expect_arguments(
+    group: Any, backend: str, timeout_s: Any, name: str | None, device: torch.device | str | int | None
+) -> None:
     if backend not in ("auto", "shm", "local", "nccl", "c10d"):
         raise ValueError(f"backend must be 'auto', 'shm', 'local', 'nccl' or 'c10d', got {backend!r}")
     seconds = seconds_of(timeout_s, "timeout_s")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-    if isinstance(group, LocalRank):
-        if backend in ("shm", "nccl", "c10d"):
-            raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
+    if isinstance(group, LocalRank) and backend in ("shm", "nccl", "c10d"):
+        raise ValueError(f"backend {backend!r} takes a process group, got a LocalRank")
     expect_group(group, "group")
+    _expect_name(name)
+    if backend in ("shm", "c10d") and device is not None and device_named(device).type != "cpu":
+        raise ValueError(f"backend {backend!r} is for CPU tensors, not device {str(device)!r}")
 
 
-def _limit_s(asked: float | timedelta | None, group: Any, device: int) -> float:
-    """The time limit, of what clocks, sockets and torch take."""
+def _limit_s(asked: float | timedelta | None, group: Any, backend: str, device: int) -> float:
+    """The time limit, of what clocks, sockets and torch take. ValueError for NCCL without a GPU."""
+    if backend == "nccl" and device == CPU:
+        raise ValueError("backend 'nccl' is for CUDA tensors: pass device='cuda'")
     if asked is None and not isinstance(group, LocalRank) and dist.is_available() and dist.is_initialized():
         asked = timeout_of(group, torch_device(device))
     seconds = seconds_of(asked)
@@ -470,17 +464,6 @@ def _limit_s(asked: float | timedelta | None, group: Any, device: int) -> float:
 def _expect_name(name: str | None) -> None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name is {name!r}, expected a string or None")
-
-
-def _expect_cpu(backend: str, device: torch.device | str | int | None) -> None:
-    is_cpu = device is None or device_named(device).type == "cpu"
-    if backend in ("shm", "c10d") and not is_cpu:
-        raise ValueError(f"backend {backend!r} is for CPU tensors, not device {str(device)!r}")
-
-
-def _expect_cuda(index: int) -> None:
-    if index == CPU:
-        raise ValueError("backend 'nccl' is for CUDA tensors: pass device='cuda'")
 
 
 def _close_all() -> None:

@@ -14,8 +14,6 @@ from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from bucketwheel.torch_internals import set_default_timeout
 
-__all__ = ["connect", "give_up"]
-
 _NO_TIMEOUT = timedelta(days=365)  # gloo gives a group up for good when a time limit of its own passes
 _UNUSED_TAG = 8
 

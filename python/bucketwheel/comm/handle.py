@@ -10,8 +10,6 @@ from bucketwheel.comm.arguments import seconds_of
 from bucketwheel.device import native_stream
 from bucketwheel.errors import Error
 
-__all__ = ["Handle", "wait_all"]
-
 
 class Handle:
     """The completion of one collective; made by `all_gather`, `reduce_scatter`, requests and the collectives of a

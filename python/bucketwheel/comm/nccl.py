@@ -23,8 +23,6 @@ from bucketwheel.errors import CommError, DeviceError, Error
 from bucketwheel.native import core, env
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["NcclChoices", "NcclSetup", "features", "is_launch_order_kept", "make", "pair", "split"]
-
 _PAUSE_S = 0.01
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
@@ -67,7 +65,7 @@ class NcclChoices:
         found = nccl_library.info()
         if re.fullmatch(r"\s*(0[xX])?0+\s*", os.environ.get("NCCL_COMM_BLOCKING", "")):
             raise ValueError(
-                "NCCL_COMM_BLOCKING=0 is not supported: calls of NCCL have to end before they return; unset it"
+                "NCCL_COMM_BLOCKING=0 is not supported: calls of NCCL must end before they return; unset it"
             )
         policy = None if self.cta_policy is None else _POLICIES.get(self.cta_policy)
         if self.cta_policy is not None and policy is None:

@@ -12,8 +12,6 @@ import torch
 
 from bucketwheel.native.modules import native
 
-__all__ = ["NcclInfo", "folders", "info", "unique_id", "version_of_torch", "version_text"]
-
 
 @dataclass(frozen=True)
 class NcclInfo:

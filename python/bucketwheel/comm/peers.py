@@ -38,8 +38,6 @@ from bucketwheel.errors import CommTimeout
 from bucketwheel.native import core
 from bucketwheel.torch_internals import all_gather, another_connection
 
-__all__ = ["Process", "make_peers"]
-
 # Operations of the Store for the failure keys, over all ranks of a communicator, are at most 2,000 a second: each rank
 # makes two in a period, one that looks for a failure and at most one that writes how far it is.
 _PERIOD_S = 0.1

@@ -20,8 +20,6 @@ from bucketwheel.errors import CommError, CommTimeout
 from bucketwheel.native.toolchain import say
 from bucketwheel.torch_internals import store_of
 
-__all__ = ["Rendezvous", "has_keys", "undo"]
-
 _ANSWER_OF_RANK_S = 0.002  # of the Store, for what it is asked of each
 _PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the shortest and the longest
 _PAUSE_OF_RANK_S = 5e-5  # at least so much for each rank

@@ -42,8 +42,6 @@ from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.pool.slots import Slot, Slots, plan_slots
 
-__all__ = ["REPLICAS_MARK", "Reducer", "ReplicaReduction", "Replicas", "reducer_of"]
-
 
 class Reducer(Protocol):
     """All ranks over which gradients are summed: a `Communicator`, or with `Replicas` the ranks of two of them."""

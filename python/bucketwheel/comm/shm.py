@@ -20,8 +20,6 @@ from bucketwheel.comm import patience
 from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.native import core
 
-__all__ = ["CannotShare", "NoSharedMemory", "NotConnected", "NotOneHost", "connect"]
-
 _CREDENTIALS = struct.Struct("iii")  # SO_PEERCRED: pid, uid, gid
 _HELLO = struct.Struct("<i16sI")  # rank, nonce of the rank that is called, version
 _VERSION = zlib.crc32(__version__.encode())
@@ -223,9 +221,7 @@ class _Acceptor:
                 f"pid {pid} of user {uid} called as rank {rank}, which is pid {peer['pid']} of user {peer['uid']}"
             )
         if version != _VERSION:
-            raise ConnectionRefusedError(
-                f"rank {rank} runs another version of bucketwheel than this one, {__version__}"
-            )
+            raise ConnectionRefusedError(f"rank {rank} runs another version of bucketwheel than this, {__version__}")
         return rank
 
     def _hang_up(self, waiting: selectors.BaseSelector, call: socket.socket) -> None:

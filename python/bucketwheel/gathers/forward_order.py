@@ -11,8 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["ForwardOrder"]
-
 
 class ForwardOrder:
     """The order of ``params_of_bucket`` (for every bucket, the parameters that have a part in it).

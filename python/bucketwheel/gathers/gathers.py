@@ -25,8 +25,6 @@ from bucketwheel.gathers.pending_param import Arrival, PendingParameter, arrive,
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
 
-__all__ = ["Gathers"]
-
 
 class Gathers:
     """The all-gathers of the last step that have not been waited for, of the parameters and buckets of the last `bind`.

@@ -26,8 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.gathers.pending_param import PendingParameter, arrive
 
-__all__ = ["CompileWatch", "ModuleHook", "Prefetch", "watch_compilations"]
-
 MAX_COMPILATIONS = 3
 
 

@@ -25,8 +25,6 @@ from torch.nn import Parameter
 from bucketwheel.comm.handle import Handle
 from bucketwheel.device import stream_of
 
-__all__ = ["Arrival", "PendingParameter", "arrive", "forget", "make_pending", "on_unseen_read"]
-
 _ATTRIBUTE = "_bucketwheel_arrival"
 _GRAD: Any = Tensor.__dict__.get("grad", torch._C.TensorBase.grad)
 

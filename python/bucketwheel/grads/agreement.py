@@ -15,21 +15,6 @@ from typing import NoReturn
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.layout.flat_params import ParamInfo
 
-__all__ = [
-    "REFUSED",
-    "NO_JOIN",
-    "Facts",
-    "break_promise",
-    "raise_different_calls",
-    "raise_different_facts",
-    "raise_different_factors",
-    "raise_different_questions",
-    "raise_partly_replaced",
-    "refuse",
-    "refuse_private",
-    "warn_of_late_round",
-]
-
 _NO_INPUTS = (
     "A rank whose inputs are used up goes on making the optimizer's calls without a backward, until no rank has inputs "
     'left (docs/parallelism.md, "Ranks with fewer inputs")'

@@ -21,15 +21,6 @@ from bucketwheel.native import core
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.pool.slots import Slot
 
-__all__ = [
-    "Acquire",
-    "GradBucket",
-    "Memory",
-    "Part",
-    "expect_gradient_of",
-    "in_memory_order",
-]
-
 Memory = Lease | Slot | CapturedSide
 Acquire = Callable[["GradBucket", bool], Memory]  # memory for a bucket; whether for its late round
 

@@ -28,8 +28,6 @@ from torch import Tensor
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
 
-__all__ = ["CapturedSide", "Captures", "WindowState"]
-
 
 class WindowState(enum.Enum):
     """Of a rank's sync window. `Captures` tells when a captured one is lost: its capture has ended before it."""

@@ -32,8 +32,6 @@ from bucketwheel.pool.placement import aligned
 from bucketwheel.pool.pool import Pool
 from bucketwheel.pool.slots import Slot, Slots
 
-__all__ = ["Launcher", "Reductions"]
-
 _LEAST_SIDE_SLAB_BYTES = 1 << 20  # small buckets on the side share one
 _MEMORY_WINDOWS = 4  # how long ranks are taken to run different graphs after a window in which they did
 
@@ -186,13 +184,7 @@ class Launcher:
     """
 
     def __init__(
-        self,
-        comm: Reducer,
-        buckets: Sequence[GradBucket],
-        arrivals: Any,
-        *,
-        slots: Slots,
-        max_inflight: int,
+        self, comm: Reducer, buckets: Sequence[GradBucket], arrivals: Any, *, slots: Slots, max_inflight: int
     ) -> None:
         self._comm = comm
         self._device = torch_device(comm.device)

@@ -41,8 +41,6 @@ from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import ShardedGradError
 from bucketwheel.native import core
 
-__all__ = ["GradOwner", "ShardedGrad"]
-
 
 class GradOwner(Protocol):
     """What a placeholder asks of the optimizer that holds the gradient, by the index that this gave to `ShardedGrad`.

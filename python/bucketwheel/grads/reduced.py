@@ -29,8 +29,6 @@ from bucketwheel.layout.precision import norm_dtype_of
 from bucketwheel.layout.shards import ranges_of
 from bucketwheel.native import core
 
-__all__ = ["ReducedGrads", "ShardPiece", "clip_coefficient"]
-
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     """What torch multiplies gradients by to clip them; on the device of ``norm``."""

@@ -17,8 +17,6 @@ from torch.nn import Parameter
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.torch_internals import after_backward
 
-__all__ = ["UnfrozenGrads", "add_hook", "run_last"]
-
 
 def add_hook(param: Tensor, hook: Any) -> Any:
     """A post-accumulate hook. ``param`` may be frozen: torch takes no hook then, but keeps one that is there."""

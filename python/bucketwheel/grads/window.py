@@ -38,8 +38,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
 from bucketwheel.pool.slots import Slots
 
-__all__ = ["GradWindow"]
-
 _NONE, _PLACEHOLDER, _PLAIN = range(3)  # what native Arrivals.look finds in p.grad
 _IS_HELD = bytes([False, True, True]).ljust(256, b"\0")
 _IS_PLACEHOLDER = bytes([False, True, False]).ljust(256, b"\0")

@@ -11,8 +11,6 @@ from bucketwheel.pool.placement import Interval
 from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.slots import plan_slots
 
-__all__ = ["intervals_in_order", "plan_window"]
-
 
 def plan_window(sizes: Sequence[int], params_of: Sequence[Collection[int]], *, limit: int, overlap: bool) -> Plan:
     """For buckets of ``sizes`` bytes in the order of their launches, which hold the parameters ``params_of``."""

@@ -20,8 +20,6 @@ from bucketwheel.device import CPU, Uploads, index_of, torch_device
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
 
-__all__ = ["AdamRows", "GradFactors", "expect_uniform_flags"]
-
 
 def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
     """ValueError for flags that the kernel takes once for all groups and that differ between them."""
@@ -325,10 +323,7 @@ class AdamRows:
         steps, used_rows, row_factors = (
             tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average)
         )
-        self._begun = (
-            groups,
-            core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors),
-        )
+        self._begun = (groups, core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors))
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`; on CUDA it

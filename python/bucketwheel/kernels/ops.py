@@ -320,7 +320,7 @@ class _StepCounts:
             if isinstance(step, torch.Tensor):
                 if step.numel() != 1 or step.dtype not in (torch.float32, torch.int64):
                     raise ValueError(
-                        f"steps[{index}] is {step.dtype} of shape {tuple(step.shape)}, expected one float32 or int64"
+                        f"steps[{index}] is {step.dtype} {tuple(step.shape)}, expected one float32 or int64"
                     )
                 if index_of(step) == device:
                     self._on_device.append(step)

@@ -19,16 +19,6 @@ from bucketwheel.layout.packing import Granularity, Packing, PackItem, pack
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.torch_internals import storage_users
 
-__all__ = [
-    "FlatParams",
-    "ParamInfo",
-    "expect_apart",
-    "expect_dense",
-    "expect_same_memory_kind",
-    "is_plain",
-    "row_numel",
-]
-
 _numbers = itertools.count()
 
 

@@ -14,18 +14,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = [
-    "follow_param",
-    "is_rounded",
-    "join_master",
-    "load_master",
-    "master_of",
-    "moments_of",
-    "saved_names",
-    "split_master",
-    "take_param",
-]
-
 
 def saved_names(states: Iterable[str]) -> list[str]:
     """What is saved of the states of these names: a remainder as the master that it makes with its parameter."""

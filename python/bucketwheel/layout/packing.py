@@ -27,9 +27,6 @@ from typing import Literal
 from bucketwheel.errors import expect_int
 from bucketwheel.layout.row_cuts import PackedRun, cut_anywhere, cut_by_rows, cut_whole_rows, splits_rows
 
-__all__ = ["Bucket", "Granularity", "PackItem", "Packing", "RankBucket", "Segment", "pack", "rank_buckets"]
-
-
 Granularity = Literal["row", "element"]
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MASTER_WEIGHTS", "PARAM_DTYPES", "Precision", "norm_dtype_of"]
-
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASTER_WEIGHTS = ("auto", "fp32", "bf16_remainder", "none")
 _HALVES = (torch.bfloat16, torch.float16)
@@ -40,9 +38,7 @@ class Precision:
     def expect_fits(self, dtypes: Collection[torch.dtype]) -> None:
         """ValueError naming the option that parameters of ``dtypes`` (all of an optimizer's) cannot have."""
         if self.master_weights not in MASTER_WEIGHTS:
-            raise ValueError(
-                f"master_weights={self.master_weights!r}: one of {', '.join(map(repr, MASTER_WEIGHTS))} is expected"
-            )
+            raise ValueError(f"master_weights={self.master_weights!r}: expected {', '.join(map(repr, MASTER_WEIGHTS))}")
         of = f"the parameters are {' and '.join(sorted(map(str, dtypes)))}"
         for name, taken in _TAKEN.items():
             asked = getattr(self, name)

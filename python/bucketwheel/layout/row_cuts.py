@@ -26,8 +26,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-__all__ = ["GROWTH", "PackedRun", "cut_anywhere", "cut_by_rows", "cut_whole_rows", "splits_rows"]
-
 GROWTH = 4
 _PADDING_PERCENT = 1
 _PRICE = 16  # how many buckets more are as bad as one parameter cut inside rows: growth by GROWTH is not too much

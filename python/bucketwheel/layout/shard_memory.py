@@ -15,8 +15,6 @@ from torch import Tensor
 
 from bucketwheel.layout.flat_params import ParamInfo
 
-__all__ = ["ShardMemory", "ShardSpace", "StepInputs"]
-
 
 @dataclass(frozen=True)
 class ShardSpace:

@@ -14,8 +14,6 @@ from bucketwheel.layout.precision import Precision
 from bucketwheel.layout.shard_memory import ShardSpace
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["Space", "ranges_of"]
-
 
 def ranges_of(packing: Packing, packed: int) -> list[list[tuple[int, int]]]:
     """By rank: what it owns of a packed parameter, [begin, end) in its memory order, ascending."""

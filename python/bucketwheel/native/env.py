@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import os
 
-__all__ = ["KNOWN", "bad_value", "flag", "seconds", "text"]
-
 _PYTHON = "BW_AOT BW_BUILD_TIMEOUT BW_CACHE_DIR BW_COMM_CHECK BW_CUDA_ARCH_LIST BW_DEBUG BW_JIT BW_NATIVE_DIR"
 _NATIVE = "BW_CPU_ISA BW_HOST_STREAM BW_HOST_STREAM_FUZZ BW_NCCL_LIB BW_POOL_POISON BW_TRACE_DIR"  # csrc/base/env.cpp
 _TESTS = "BW_GPU_RANKS BW_GPU_SIMULATE BW_REQUIRE BW_TEST_EMULATOR"

@@ -34,8 +34,6 @@ from bucketwheel.native import compile, env
 from bucketwheel.native import toolchain as _toolchain
 from bucketwheel.native.toolchain import CPU, CUDA, Module, Recipe, Toolchain, explain, say
 
-__all__ = ["Found", "build_into", "cuda", "find", "locate", "native", "try_import"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _guards = {CPU: threading.Lock(), CUDA: threading.Lock()}
 

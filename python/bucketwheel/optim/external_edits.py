@@ -14,8 +14,6 @@ from torch.nn import Parameter
 
 from bucketwheel.layout.flat_params import ParamInfo
 
-__all__ = ["Edits", "ExternalEdits"]
-
 
 @dataclass(frozen=True)
 class Edits:

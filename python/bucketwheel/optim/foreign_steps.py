@@ -19,8 +19,6 @@ from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.optim.sharded_engine import engine_of
 from bucketwheel.torch_internals import before_join
 
-__all__ = ["refuse_foreign_steps"]
-
 
 @functools.cache
 def refuse_foreign_steps() -> None:
@@ -38,7 +36,7 @@ def _before_any_join(joined: Sequence[Any]) -> None:
     for wrapper in joined:
         if isinstance(wrapper, nn.Module) and any(engine_of(p) is not None for p in wrapper.parameters()):
             raise TypeError(
-                f"torch's Join was given a {type(wrapper).__name__} of a ShardedAdamW's parameters. {NO_JOIN}"
+                f"torch's Join was given a {type(wrapper).__name__} of ShardedAdamW's parameters. {NO_JOIN}"
             )
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     Engine: TypeAlias = LocalEngine | ShardedEngine
 
-__all__ = ["CHUNK_BYTES", "save", "save_for_torch", "spread", "whole_entry"]
-
 CHUNK_BYTES = 64 << 20
 
 

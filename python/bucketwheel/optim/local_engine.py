@@ -32,8 +32,6 @@ from bucketwheel.optim.owners import claim, expect_free, named, release, take_ov
 from bucketwheel.optim.param_groups import OptimizerOptions
 from bucketwheel.optim.shown_state import StateEdits
 
-__all__ = ["LocalEngine"]
-
 
 class LocalEngine:
     """States shaped like the parameters, one row of the kernel for each. All parameters are on ``device``."""
@@ -125,7 +123,7 @@ class LocalEngine:
         if of_state:
             if core.is_capturing(self._device):
                 raise CaptureError(
-                    "optimizer.state was edited, and every replay would do it again: step() before the capture"
+                    "optimizer.state was edited, and replays would do it again: step() before the capture"
                 )
             of_state.carry_out(self)
         held = [info.param.grad for info in self.infos]
@@ -196,9 +194,7 @@ class LocalEngine:
             expect_same_memory_kind(info, state["exp_avg"].shape)
             if (stride := state["exp_avg"].stride()) != info.param.stride():
                 if core.is_capturing(self._device):
-                    raise CaptureError(
-                        f"parameter {info.name!r} has other strides: step() before the CUDA graph capture"
-                    )
+                    raise CaptureError(f"parameter {info.name!r} has other strides: step() before the capture")
                 own = torch.empty_strided(info.param.shape, stride, dtype=info.dtype, device=info.device)
                 info.param.data = own.copy_(info.param.data)
 

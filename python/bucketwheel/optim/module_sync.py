@@ -29,8 +29,6 @@ from bucketwheel.optim.param_groups import communicators_for
 from bucketwheel.optim.rank_checks import bytes_of, expect_equal_lines
 from bucketwheel.optim.sharded_engine import engine_of
 
-__all__ = ["ModuleSync", "sync_module"]
-
 _CHUNK_BYTES = 64 * 2**20  # of a broadcast, which has as much memory of its own; or one tensor
 
 

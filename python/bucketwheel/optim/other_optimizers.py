@@ -7,8 +7,6 @@ from typing import NoReturn
 
 import torch
 
-__all__ = ["missing_name"]
-
 # Beside those of torch.optim.
 _OTHERS = (
     "adam8bit adamw8bit adan fusedadam fusedlamb lamb lars lion prodigy shampoo soap sophia zeroredundancyoptimizer"

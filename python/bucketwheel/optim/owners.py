@@ -13,8 +13,6 @@ from bucketwheel.comm.replicas import Reducer
 from bucketwheel.errors import Error
 from bucketwheel.layout.flat_params import ParamInfo
 
-__all__ = ["claim", "expect_free", "named", "owner_of", "release", "take_over"]
-
 _owners = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
 
 

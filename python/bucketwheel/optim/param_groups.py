@@ -22,17 +22,6 @@ from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo, expect_apart
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
 
-__all__ = [
-    "OptimizerOptions",
-    "close_all",
-    "collect_params",
-    "communicators_for",
-    "expect_group_keys",
-    "expect_hyperparameters",
-    "frozen_in",
-    "group_texts",
-]
-
 
 def expect_hyperparameters(
     lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, differentiable: bool

@@ -15,14 +15,6 @@ from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
 from bucketwheel.device import buffer_of
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 
-__all__ = [
-    "bytes_of",
-    "compare_values",
-    "digests_of",
-    "expect_equal_layout",
-    "expect_equal_lines",
-]
-
 _FOLDED = 1024  # bytes
 
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from bucketwheel.optim.local_engine import LocalEngine
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = ["describe", "describe_local", "memory_of", "memory_of_local"]
-
-
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 

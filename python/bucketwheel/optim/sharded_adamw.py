@@ -43,8 +43,6 @@ from bucketwheel.optim.shown_state import ShownState, StateEdits
 from bucketwheel.optim.trained_params import TrainedParams
 from bucketwheel.torch_internals import keep_out_of_graphs, override_stale_capture_stream
 
-__all__ = ["ShardedAdamW"]
-
 _Self = TypeVar("_Self", bound="ShardedAdamW")
 
 

@@ -40,8 +40,6 @@ from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
 
-__all__ = ["ShardedEngine", "engine_of"]
-
 
 def engine_of(param: Tensor) -> ShardedEngine | None:
     """The live engine that trains it, over several ranks."""
@@ -266,7 +264,7 @@ class ShardedEngine:
             facts = self._hyperparameters.facts(param_groups, said)
             if of_state and core.is_capturing(self.device):
                 raise CaptureError(
-                    "optimizer.state was edited, and every replay would do it again: step() before the capture"
+                    "optimizer.state was edited, and replays would do it again: step() before the capture"
                 )
         except (RuntimeError, TypeError, ValueError) as error:
             grads.refuse(str(error))

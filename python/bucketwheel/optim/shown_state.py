@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from bucketwheel.optim.trained_params import Regrouping
 
 
-__all__ = ["ShownState", "StateEdits"]
-
 Engine: TypeAlias = "LocalEngine | ShardedEngine"
 
 
@@ -358,7 +356,7 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
         raise TypeError(f"optimizer.state of {info.name!r}: {name} must be a tensor, got {type(value).__name__}")
     if isinstance(value, TensorShard):
         raise TypeError(
-            f"optimizer.state of {info.name!r}: {name} is a part that state_dict() gave; load_state_dict() takes it"
+            f"optimizer.state of {info.name!r}: {name} is a part of state_dict(); load_state_dict() takes it"
         )
     if value.shape == info.param.shape:
         return _Value(value.detach().clone(), is_whole=True)

@@ -30,29 +30,10 @@ if TYPE_CHECKING:
     from bucketwheel.optim.sharded_adamw import ShardedAdamW
     from bucketwheel.optim.sharded_engine import ShardedEngine
 
-__all__ = [
-    "assign",
-    "cut",
-    "load_taken_in",
-    "load_with_model",
-    "own_entry",
-    "plan_load",
-    "reset",
-    "reset_chosen",
-    "save",
-]
-
 # Of param_groups: what says how this optimizer works, whatever the saved one was.
-_KEPT_KEYS = {
-    "params",
-    "param_names",
-    "granularity",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-}
+_KEPT_KEYS = set(
+    "params param_names granularity foreach fused capturable differentiable decoupled_weight_decay".split()
+)
 
 
 def save(optimizer: ShardedAdamW) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from bucketwheel.optim.rank_checks import expect_equal_lines
 from bucketwheel.pool.plan import expect_equal_plans
 from bucketwheel.pool.slots import Slots
 
-__all__ = ["Cut", "StepBucket", "cut_buckets", "lease_slots"]
-
 
 @dataclass(frozen=True)
 class StepBucket:

@@ -21,8 +21,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
 from bucketwheel.optim.param_groups import collect_params
 
-__all__ = ["Hyperparameters", "Regrouping", "TrainedParams"]
-
 _KEYS = ("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
 
 
@@ -95,9 +93,7 @@ class TrainedParams:
                 raise ValueError(f"parameter group {g} has no {missing[0]!r}; optimizer.add_param_group() fills it in")
             if isinstance(group["params"], Iterator):
                 kind = type(group["params"]).__name__
-                raise TypeError(
-                    f"the params of parameter group {g} are a {kind}, which is used up once read; give a list"
-                )
+                raise TypeError(f"the params of parameter group {g} are a {kind}, used up once read; give a list")
             for p in group["params"]:
                 if not isinstance(p, Tensor) or not p.is_leaf:
                     raise TypeError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["trainer_callback"]
-
 
 def trainer_callback() -> Any:
     """A `transformers.TrainerCallback`: ``Trainer(..., callbacks=[bw.trainer_callback()])``.

@@ -19,8 +19,6 @@ from typing import Any
 from bucketwheel.pool.placement import PlanKey
 from bucketwheel.pool.trace import HEADER, Lifetimes, Trace, TraceEvent, plan_key
 
-__all__ = ["expect_known", "from_csv", "from_snapshot"]
-
 # What else one may have at hand, by how it begins. torch.save has written zip files since torch 1.6.
 _SNAPSHOT = "torch.cuda.memory._dump_snapshot(file) writes what is read here"
 _FORMATS = {

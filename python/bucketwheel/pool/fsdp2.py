@@ -40,8 +40,6 @@ from bucketwheel.errors import KeyBusy, SeveralParamGroups
 from bucketwheel.pool.pool import Pool
 from bucketwheel.pool.trace import Trace
 
-__all__ = ["FSDP2Pool", "pool_for_fsdp2"]
-
 
 class _Planner:
     """Traces the first step of a model, and gives its pool the plan as the next one begins.
@@ -214,9 +212,7 @@ def pool_for_fsdp2(model: nn.Module, pool: Pool | None = None, *, plan: bool = T
     units = _units_of(model)
     devices = {torch_internals.fsdp2_groups(module)[0].device for module in units.values()}
     if not devices:
-        raise ValueError(
-            f"the model ({type(model).__name__}) has no FSDP2 module with parameters: call fully_shard first"
-        )
+        raise ValueError(f"the model ({type(model).__name__}) has no FSDP2 module with parameters: call fully_shard")
     if pool is None:
         pool = Pool(device=next(iter(devices)))
     if {device_index(device) for device in devices} != {pool.device}:

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 from bucketwheel.errors import expect_int
 from bucketwheel.native import core
 
-__all__ = ["Key", "Lifetime", "Placement", "PlanKey", "Users", "Wait", "aligned", "place", "waits_of"]
-
 _MOST_BYTES, _MOST_STEPS, _MOST_EFFORT = 2**60, 2**63 - 1, 2**40  # all sums fit into 64 bits
 
 Key = Hashable
@@ -204,9 +202,7 @@ def waits_of(
 
 
 def _users_of(
-    sizes: Mapping[Key, int],
-    intervals: Mapping[Key, Sequence[Interval]],
-    streams: Mapping[Key, Sequence[Users]] | None,
+    sizes: Mapping[Key, int], intervals: Mapping[Key, Sequence[Interval]], streams: Mapping[Key, Sequence[Users]] | None
 ) -> dict[Lifetime, tuple[Hashable, ...]]:
     """Of the lifetimes that have bytes: the stream that acquires first."""
     lives = [Lifetime(key, number) for key in intervals if sizes[key] for number in range(len(intervals[key]))]

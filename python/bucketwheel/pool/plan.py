@@ -19,8 +19,6 @@ from bucketwheel.errors import BudgetTooSmall, CrossRankMismatch
 from bucketwheel.pool.placement import Interval, Placement, PlanKey, Users, Wait, aligned, place
 from bucketwheel.pool.policies import MANY_LIFETIMES, POLICIES
 
-__all__ = ["Plan", "expect_equal_plans"]
-
 _LISTED = 12
 
 

@@ -24,8 +24,6 @@ from typing import Any
 from bucketwheel.native import core
 from bucketwheel.pool.placement import Interval, Key, Placement, PlanKey, Users, in_canonical_order, placement_at
 
-__all__ = ["MANY_LIFETIMES", "POLICIES"]
-
 MANY_LIFETIMES = 2_000  # with more, policies that go by roles take long: they try all pairs of keys
 
 _Slots = dict[Any, list[Key]]

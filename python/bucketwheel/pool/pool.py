@@ -32,8 +32,6 @@ from bucketwheel.native import core
 from bucketwheel.pool.plan import Plan, expect_equal_plans
 from bucketwheel.pool.trace import Trace, TraceEvent
 
-__all__ = ["Lease", "Pool", "PoolStats"]
-
 
 @dataclass(frozen=True)
 class PoolStats:

@@ -22,8 +22,6 @@ from bucketwheel.pool.placement import Interval, aligned
 from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.pool import Lease, Pool
 
-__all__ = ["Slot", "Slots", "plan_slots"]
-
 _numbers = itertools.count()  # of leases of slots: what one has in flight may outlive it
 
 

@@ -21,8 +21,6 @@ from typing import Any, get_type_hints
 
 from bucketwheel.pool.placement import Interval, PlanKey, Users, aligned
 
-__all__ = ["Lifetimes", "Trace", "TraceEvent"]
-
 HEADER = "bucketwheel_trace"
 VERSION = 1
 _KINDS = ("live", "acquire", "use", "release")

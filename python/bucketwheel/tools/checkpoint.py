@@ -13,8 +13,6 @@ from pathlib import Path
 
 from bucketwheel.errors import CheckpointError
 
-__all__ = ["add_arguments", "main", "report"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the checkpoint")

@@ -25,8 +25,6 @@ from bucketwheel.errors import BuildError, DeviceError
 from bucketwheel.native import cache, compile, env, modules, toolchain
 from bucketwheel.native.toolchain import CPU, CUDA, Module
 
-__all__ = ["add_arguments", "examine", "main"]
-
 _VARIABLES = ("BW_", "CUDA_", "CXX", "NCCL_", "NVCC", "TORCH_CUDA_ARCH_LIST", "XDG_CACHE_HOME")
 _DLPACK = "__dlpack_c_exchange_api__"  # by which torch 2.10 and later hand over tensors without a call of Python
 

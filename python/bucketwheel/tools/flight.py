@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ring", "Verdict", "add_arguments", "judge", "main", "read"]
-
 # The words of the reasons (csrc/comm).
 _GONE = re.compile(r"rank (\d+)(?: \([^()]*\))? (?:died|has closed the communicator|closed while)")
 _ABORTED = re.compile(r"aborted by rank (\d+)")

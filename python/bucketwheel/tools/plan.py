@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # doctor also runs where these cannot be imported
     from bucketwheel.pool.plan import Plan
     from bucketwheel.pool.trace import Lifetimes
 
-__all__ = ["Recording", "Replay", "add_arguments", "facts", "main", "read", "render", "replay"]
-
 _LISTED_KEYS = 20
 
 

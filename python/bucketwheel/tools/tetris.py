@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bucketwheel.tools.plan import Replay
 
-__all__ = ["drawn"]
-
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
