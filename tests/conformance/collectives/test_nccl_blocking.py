@@ -49,7 +49,7 @@ def other_goes_on(rank: int, world: int) -> None:
             handle.synchronize(10)
         await_(lambda: script.fake_nccl_hanging_calls() == 1)
         for _ in range(3):
-            gather(other).synchronize(5)
+            gather(other).synchronize(15)
         script.fake_nccl_release()
         failed.close(5)
 
@@ -108,7 +108,7 @@ def interrupted(rank: int, world: int) -> None:
             gather(other)
         assert time.monotonic() - begin < 5
         script.fake_nccl_release()
-        gather(other).synchronize(5)
+        gather(other).synchronize(15)
 
 
 def test_an_interrupt_ends_the_wait_for_a_thread_that_is_stuck(rank_pool):
@@ -134,7 +134,7 @@ def waits_for_peers(rank: int, world: int, function: str) -> None:
         await_(lambda: script.fake_nccl_calls(function.encode()) > before)
         await_(lambda: script.fake_nccl_hanging_calls() or not is_late)
         for _ in range(3):
-            gather(other).synchronize(5)
+            gather(other).synchronize(15)
         assert not ended
         other.exchange(b"")
         if is_late:  # on the others it would end their waiting for this one
@@ -142,7 +142,7 @@ def waits_for_peers(rank: int, world: int, function: str) -> None:
         thread.join(10)
         assert len(ended) == 1
         if isinstance(ended[0], Communicator):
-            gather(ended[0]).synchronize(5)
+            gather(ended[0]).synchronize(15)
             ended[0].close(5)
         lease.release()
 
@@ -244,4 +244,4 @@ def turns_in_a_graph(rank: int, world: int) -> None:
         with gathers, reduces:
             with Graph(library), pytest.raises(CaptureError, match="take turns"):
                 gather(gathers)
-            gather(gathers).synchronize(5)
+            gather(gathers).synchronize(15)
