@@ -23,6 +23,32 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 }  // namespace
 
+std::byte* map_at_huge_page(size_t size_bytes, int protection, int flags, int fd) {
+  const size_t slack = size_bytes >= kHugePageBytes ? kHugePageBytes : 0;
+  void* range = mmap(nullptr, size_bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
+    return nullptr;
+  }
+  auto* const begin = static_cast<std::byte*>(range);
+  const auto start = reinterpret_cast<uintptr_t>(begin);
+  const size_t lead = slack == 0 ? 0 : round_up(start, kHugePageBytes) - start;
+  void* data = mmap(begin + lead, size_bytes, protection, flags | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    munmap(range, size_bytes + slack);
+    errno = error;
+    return nullptr;
+  }
+  if (lead != 0) {
+    munmap(begin, lead);
+  }
+  const size_t end = lead + round_up(size_bytes, static_cast<size_t>(sysconf(_SC_PAGESIZE)));
+  if (end < size_bytes + slack) {
+    munmap(begin + end, size_bytes + slack - end);
+  }
+  return static_cast<std::byte*>(data);
+}
+
 std::shared_ptr<Mapping> Mapping::anonymous(size_t size_bytes) {
   void* data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) {
@@ -41,28 +67,10 @@ std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_wri
     throw CommError("a peer's memory of " + std::to_string(size_bytes) + " bytes is not sealed: it could be cut off");
   }
   // At a multiple of a huge page, as the owner maps it: only then can the same huge pages serve here.
-  const size_t slack = size_bytes >= kHugePageBytes ? kHugePageBytes : 0;
-  void* range = mmap(nullptr, size_bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (range == MAP_FAILED) {
+  std::byte* const data =
+      map_at_huge_page(size_bytes, is_writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd);
+  if (data == nullptr) {
     throw_errno("cannot map shared memory", size_bytes);
-  }
-  auto* begin = static_cast<std::byte*>(range);
-  const size_t lead =
-      slack == 0 ? 0 : round_up(reinterpret_cast<size_t>(begin), kHugePageBytes) - reinterpret_cast<size_t>(begin);
-  const int protection = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* data = mmap(begin + lead, size_bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
-  if (data == MAP_FAILED) {
-    const int error = errno;
-    munmap(range, size_bytes + slack);
-    errno = error;
-    throw_errno("cannot map shared memory", size_bytes);
-  }
-  if (lead != 0) {
-    munmap(begin, lead);
-  }
-  const size_t end = lead + round_up(size_bytes, kPageBytes);
-  if (end < size_bytes + slack) {
-    munmap(begin + end, size_bytes + slack - end);
   }
   if (!is_writable) {
     madvise(data, size_bytes, MADV_HUGEPAGE);  // a wish, as the owner's

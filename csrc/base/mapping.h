@@ -10,6 +10,10 @@ namespace bucketwheel {
 
 constexpr size_t kPageBytes = 4096;
 
+// mmap() of `size_bytes` with the base at a huge page, so that the kernel may use huge pages from the first byte on. Null when
+// the system refuses; errno says why.
+std::byte* map_at_huge_page(size_t size_bytes, int protection, int flags, int fd);
+
 // Unmaps at the end.
 class Mapping {
  public:

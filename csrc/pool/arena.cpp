@@ -1,7 +1,6 @@
 #include "pool/arena.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "base/error.h"
@@ -40,7 +39,7 @@ Arena::Arena(std::vector<PoolPlan> plans, size_t align_bytes) : plans_(std::move
     }
   }
   std::ranges::sort(cuts);
-  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  cuts.erase(std::ranges::unique(cuts).begin(), cuts.end());
   cells_.resize(cuts.size());
   const auto cell_at = [&cuts](size_t offset) {
     return static_cast<size_t>(std::ranges::lower_bound(cuts, offset) - cuts.begin());
@@ -59,7 +58,7 @@ Arena::Arena(std::vector<PoolPlan> plans, size_t align_bytes) : plans_(std::move
   }
 }
 
-Arena::Key* Arena::find(std::string_view key) {
+Arena::Key* Arena::find(const std::string& key) {
   const auto found = keys_.find(key);
   return found == keys_.end() ? nullptr : &found->second;
 }

@@ -10,9 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -44,7 +42,7 @@ class Arena {
 
   const std::vector<PoolPlan>& plans() const { return plans_; }
   size_t total_bytes() const { return total_bytes_; }
-  Key* find(std::string_view key);  // null: no plan has it
+  Key* find(const std::string& key);  // null: no plan has it
 
   void* owner_of(const Place& place) const;    // who has any of its bytes, or null
   bool take(const Place& place, void* owner);  // whether some of its bytes were taken before
@@ -64,16 +62,12 @@ class Arena {
     EventRef event;
     bool was_taken = false;
   };
-  struct Hash {
-    using is_transparent = void;
-    size_t operator()(std::string_view key) const { return std::hash<std::string_view>()(key); }
-  };
 
   const std::vector<PoolPlan> plans_;
   size_t total_bytes_ = 0;
   std::vector<Cell> cells_;
   std::deque<Place> places_;
-  std::unordered_map<std::string, Key, Hash, std::equal_to<>> keys_;
+  std::unordered_map<std::string, Key> keys_;
 };
 
 }  // namespace bucketwheel

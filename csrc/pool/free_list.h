@@ -5,6 +5,7 @@
 // same offsets.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -49,10 +50,6 @@ class FreeList {
     size_t touched_bytes = 0;  // bytes beyond have never been taken
   };
 
-  FreeList() = default;
-  FreeList(const FreeList&) = delete;
-  FreeList& operator=(const FreeList&) = delete;
-
   void add(SlabRef slab);
   // Removes the slabs that have no taken block, and returns them with their fences.
   std::vector<std::pair<SlabRef, std::vector<Fence>>> remove_unused();
@@ -74,15 +71,7 @@ class FreeList {
     uint32_t slab_id;
     size_t offset_bytes;
     Block* block;
-    bool operator<(const Key& other) const {
-      if (size_bytes != other.size_bytes) {
-        return size_bytes < other.size_bytes;
-      }
-      if (slab_id != other.slab_id) {
-        return slab_id < other.slab_id;
-      }
-      return offset_bytes < other.offset_bytes;
-    }
+    auto operator<=>(const Key&) const = default;
   };
   using FreeSet = std::set<Key>;
 

@@ -81,7 +81,7 @@ bool Lease::State::end(EventRef after, bool is_dropped, std::string* fault) {
     return true;
   }
   if (!key.empty()) {
-    pool->live_keys.erase(this);
+    pool->live_keys.erase(key);
   }
   block->fences = std::move(fences);
   pool->blocks.give(std::exchange(block, nullptr));
@@ -119,7 +119,7 @@ void Lease::State::leave_behind() {
   PoolImpl& owner = *pool;
   const std::lock_guard lock(owner.mutex);
   if (block != nullptr && !key.empty()) {
-    owner.live_keys.erase(this);
+    owner.live_keys.erase(key);
   }
   auto* const heir = new State(static_cast<LeaseRecord&&>(*this));
   heir->is_live = true;
@@ -131,7 +131,7 @@ void Lease::State::leave_behind() {
   }
   heir->block->owner = heir;
   if (!heir->key.empty()) {
-    owner.live_keys.insert(heir);
+    owner.live_keys.emplace(heir->key, heir);
   }
 }
 

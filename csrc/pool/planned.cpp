@@ -25,8 +25,8 @@ Arena::Key* PoolImpl::expect_not_busy(const Lease::State& state) const {
   Arena::Key* const known = arena == nullptr ? nullptr : arena->find(state.key);
   const Lease::State* holder = known == nullptr ? nullptr : static_cast<const Lease::State*>(known->owner);
   if (holder == nullptr && !live_keys.empty()) {
-    const auto found = live_keys.find(std::string_view(state.key));
-    holder = found == live_keys.end() ? nullptr : *found;
+    const auto found = live_keys.find(state.key);
+    holder = found == live_keys.end() ? nullptr : found->second;
   }
   if (holder != nullptr) {
     throw KeyBusy(ask(state.key, state.size_bytes) + ": the key is held by a live " + holder->describe());

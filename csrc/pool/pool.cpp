@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <iterator>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -80,15 +77,6 @@ void PoolImpl::leak_unless_done(const SlabRef& slab, const std::vector<EventRef>
 PoolImpl::PoolImpl(Device& device, UpstreamRef upstream, PoolOptions options)
     : device(device), upstream(std::move(upstream)), options(options) {}
 
-std::shared_ptr<PoolImpl> PoolImpl::make(Device& device, UpstreamRef upstream, PoolOptions options) {
-  // In a forked child the pool is leaked as it is: another thread may have been changing it at the fork.
-  return std::shared_ptr<PoolImpl>(new PoolImpl(device, std::move(upstream), options), [](PoolImpl* impl) {
-    if (!impl->is_foreign()) {
-      delete impl;
-    }
-  });
-}
-
 PoolImpl::~PoolImpl() {
   // An open fence is rare here, because handles keep the leases of running operations: somebody released with an event
   // and kept neither lease nor handle.
@@ -118,13 +106,14 @@ std::shared_ptr<Pool> Pool::make(Device& device, UpstreamRef upstream, PoolOptio
   BW_EXPECTS(options.min_slab_bytes <= kMaxLeaseBytes,
              "min_slab_bytes is out of range: " + std::to_string(options.min_slab_bytes));
   options.poison = options.poison || env().pool_poison;
-  return std::shared_ptr<Pool>(new Pool(device, std::move(upstream), options));
+  // In a forked child the pool is leaked as it is: another thread may have been changing it at the fork.
+  return std::make_shared<Pool>(
+      std::shared_ptr<PoolImpl>(new PoolImpl(device, std::move(upstream), options), [](PoolImpl* impl) {
+        if (!impl->is_foreign()) {
+          delete impl;
+        }
+      }));
 }
-
-Pool::Pool(Device& device, UpstreamRef upstream, PoolOptions options)
-    : impl_(PoolImpl::make(device, std::move(upstream), options)) {}
-
-Pool::~Pool() = default;
 
 size_t PoolImpl::block_bytes_of(size_t size_bytes) const {
   // A lease of 0 bytes takes one unit too: its address is its own.
@@ -207,7 +196,7 @@ std::vector<EventRef> PoolImpl::take(Lease::State& state, bool is_captured) {
     state.slab = block.span->slab;
     state.offset_bytes = block.offset_bytes;
     if (!state.key.empty()) {
-      live_keys.insert(&state);
+      live_keys.emplace(state.key, &state);
     }
     for (Fence& fence : block.fences) {
       if (fence.event->query()) {

@@ -14,6 +14,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/device.h"
@@ -108,10 +109,10 @@ struct PoolOptions {
   bool poison = false;  // fill bytes with 0xFF (NaN) when they become free to reuse, and keep red zones
 };
 
-class Pool : public std::enable_shared_from_this<Pool> {
+class Pool {
  public:
   static std::shared_ptr<Pool> make(Device& device, UpstreamRef upstream, PoolOptions options = {});
-  ~Pool();
+  explicit Pool(std::shared_ptr<PoolImpl> impl) : impl_(std::move(impl)) {}  // for make()
 
   // An aligned range of `size_bytes` (0 is legal).
   //   stream: it waits for the fences of the bytes' last users; without one the host waits. Give one on CUDA: a lease
@@ -163,7 +164,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   size_t trim();
 
  private:
-  Pool(Device& device, UpstreamRef upstream, PoolOptions options);
   std::shared_ptr<PoolImpl> impl_;
 };
 using PoolRef = std::shared_ptr<Pool>;

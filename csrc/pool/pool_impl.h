@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "base/fork.h"
@@ -68,7 +68,6 @@ struct Lease::State final : LeaseRecord {
 struct PoolImpl {
   PoolImpl(Device& device, UpstreamRef upstream, PoolOptions options);
   ~PoolImpl();  // waits a while for the fences; memory still in use after that is leaked, never unmapped
-  static std::shared_ptr<PoolImpl> make(Device& device, UpstreamRef upstream, PoolOptions options);
 
   void expect_same_process() const;
   bool is_foreign() const noexcept { return process.is_foreign(); }
@@ -98,18 +97,6 @@ struct PoolImpl {
   void for_each_live(const std::function<void(Lease::State&)>& visit) const;
   static std::string list(const std::vector<const Lease::State*>& leases);
 
-  struct KeyHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view key) const { return std::hash<std::string_view>()(key); }
-    size_t operator()(const Lease::State* state) const { return (*this)(state->key); }
-  };
-  struct KeyEqual {
-    using is_transparent = void;
-    static std::string_view key_of(std::string_view key) { return key; }
-    static std::string_view key_of(const Lease::State* state) { return state->key; }
-    bool operator()(const auto& a, const auto& b) const { return key_of(a) == key_of(b); }
-  };
-
   Device& device;
   const UpstreamRef upstream;
   const PoolOptions options;
@@ -118,8 +105,8 @@ struct PoolImpl {
   std::mutex growth_mutex;  // held while a slab is allocated; taken before `mutex`
   mutable std::mutex mutex;
   FreeList blocks;
-  std::map<const std::byte*, SlabRef> slabs;                       // by address; that of the arena too
-  std::unordered_set<Lease::State*, KeyHash, KeyEqual> live_keys;  // of leases that lie in `blocks`
+  std::map<const std::byte*, SlabRef> slabs;                      // by address; that of the arena too
+  std::unordered_map<std::string_view, Lease::State*> live_keys;  // of leases that lie in `blocks`, which own the keys
   PoolStats stats;
 
   // Of the adopted plans; null before the first. Exchanged as a whole, while no lease lies in it.

@@ -19,7 +19,6 @@ struct DeviceMemory {
 
 struct CudaSlab final : Slab {
   CudaSlab(std::shared_ptr<DeviceMemory> from, size_t asked_bytes) : memory(std::move(from)) {
-    const RelaxedCapture relaxed;  // somebody may be capturing something else
     try {
       data = static_cast<std::byte*>(CudaDevice::at(memory->index).allocate(asked_bytes));
     } catch (const OutOfMemory& error) {
@@ -31,12 +30,7 @@ struct CudaSlab final : Slab {
   }
   ~CudaSlab() override {
     memory->held_bytes -= size_bytes;
-    try {
-      CudaGuard guard(memory->index);
-      const RelaxedCapture relaxed;
-      (void)BW_CUDA_CALL(free_device, data);
-    } catch (const std::exception&) {  // the driver is gone, and the memory with it
-    }
+    CudaDevice::at(memory->index).free(data);
   }
 
   const std::shared_ptr<DeviceMemory> memory;
