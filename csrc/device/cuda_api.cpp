@@ -1,26 +1,17 @@
 #include "device/cuda_api.h"
 
 #include <atomic>
-#include <iterator>
 
 #include "base/error.h"
 
 namespace bucketwheel {
 namespace {
 
-constexpr const char* kNames[] = {
-#define BW_CUDA_NAME(name, parameters) #name,
-    BW_CUDA_CALLS(BW_CUDA_NAME)
-#undef BW_CUDA_NAME
-};
-
 std::atomic<const CudaApi*> installed{nullptr};
 std::atomic<bool> poses_as_cuda{false};
 thread_local void* current_posed_stream = nullptr;
 
 }  // namespace
-
-const char* name_of(CudaCall call) { return kNames[static_cast<size_t>(call)]; }
 
 void install_cuda_api(const CudaApi* api) {
   if (api->version != CudaApi::kVersion || api->size_bytes != sizeof(CudaApi)) {
@@ -53,13 +44,11 @@ void* posed_stream() { return current_posed_stream; }
 
 void set_posed_stream(void* native) { current_posed_stream = native; }
 
-void expect_success(CudaCall call, int error) {
+void expect_cuda_success(const char* call, int error) {
   if (error != kCudaSuccess) {
-    throw DeviceError(std::string("CUDA call ") + name_of(call) + " failed: " + cuda_api().error_text(error) + " (" +
+    throw DeviceError(std::string("CUDA call ") + call + " failed: " + cuda_api().error_text(error) + " (" +
                       std::to_string(error) + ")");
   }
 }
-
-static_assert(std::size(kNames) == kCudaCallCount);
 
 }  // namespace bucketwheel

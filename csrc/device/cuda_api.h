@@ -101,24 +101,11 @@ void set_posing(bool poses);
 void* posed_stream();
 void set_posed_stream(void* native);
 
-enum class CudaCall : uint8_t {
-#define BW_CUDA_ENUMERATOR(name, parameters) name,
-  BW_CUDA_CALLS(BW_CUDA_ENUMERATOR)
-#undef BW_CUDA_ENUMERATOR
-};
-inline constexpr size_t kCudaCallCount = 0
-// NOLINTNEXTLINE(bugprone-macro-parentheses): a term of a sum
-#define BW_CUDA_ONE(name, parameters) +1
-    BW_CUDA_CALLS(BW_CUDA_ONE);
-#undef BW_CUDA_ONE
-const char* name_of(CudaCall call);
-
 // DeviceError naming the call unless it succeeded.
-void expect_success(CudaCall call, int error);
+void expect_cuda_success(const char* call, int error);
 
 }  // namespace bucketwheel
 
 // The error code of a call through the installed table; BW_CUDA_TRY throws it.
 #define BW_CUDA_CALL(name, ...) ::bucketwheel::cuda_api().name(__VA_ARGS__)
-#define BW_CUDA_TRY(name, ...) \
-  ::bucketwheel::expect_success(::bucketwheel::CudaCall::name, BW_CUDA_CALL(name, __VA_ARGS__))
+#define BW_CUDA_TRY(name, ...) ::bucketwheel::expect_cuda_success(#name, BW_CUDA_CALL(name, __VA_ARGS__))

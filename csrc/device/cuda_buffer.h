@@ -4,9 +4,7 @@
 // owner that changes to another stream makes that one wait for the last use. Growing blocks until the device is idle.
 #pragma once
 
-#include <cstdint>
 #include <span>
-#include <utility>
 
 #include "device/device_cuda.h"
 
@@ -27,8 +25,6 @@ class CudaBuffer {
         data_ = nullptr;
       }
       free();
-      CudaGuard guard(device_->id().index);
-      const RelaxedCapture relaxed;
       data_ = device_->allocate(size_bytes);
       size_bytes_ = size_bytes;
     }
@@ -49,12 +45,7 @@ class CudaBuffer {
  private:
   void free() noexcept {
     if (data_ != nullptr) {
-      try {
-        CudaGuard guard(device_->id().index);
-        const RelaxedCapture relaxed;
-        (void)BW_CUDA_CALL(free_device, data_);
-      } catch (const std::exception&) {  // the driver is gone, and the memory with it
-      }
+      device_->free(data_);
     }
     data_ = nullptr;
     size_bytes_ = 0;

@@ -16,6 +16,8 @@ namespace bucketwheel {
 namespace {
 
 thread_local bool is_own_thread = false;
+// Never freed: it may own Python objects, which must not outlive the interpreter's end by destruction.
+std::atomic<const std::function<std::string(int)>*> reclaim{nullptr};
 
 }  // namespace
 
@@ -50,6 +52,20 @@ uint64_t capture_id(Stream& stream) {
 
 bool is_capturing(Stream& stream) { return capture_id(stream) != 0; }
 
+namespace {
+
+// Where the driver is gone, the process ends, and everything of it with the process.
+template <class Call>
+void at_end(int index, Call&& call) noexcept {
+  try {
+    CudaGuard guard(index);
+    call();
+  } catch (const std::exception&) {
+  }
+}
+
+}  // namespace
+
 class CudaEvent final : public Event {
  public:
   CudaEvent(CudaDevice& device, void* event, bool timing, bool is_captured)
@@ -59,11 +75,7 @@ class CudaEvent final : public Event {
       device_.give_event(event_, timing_);
       return;
     }
-    try {
-      CudaGuard guard(device_.index_);
-      (void)BW_CUDA_CALL(event_destroy, event_);  // belongs to a graph: of no use for other work
-    } catch (const std::exception&) {             // the driver is gone: the process ends
-    }
+    at_end(device_.index_, [&] { (void)BW_CUDA_CALL(event_destroy, event_); });  // of no use outside of its graph
   }
 
   bool query() const override {
@@ -77,7 +89,7 @@ class CudaEvent final : public Event {
     if (error == kCudaNotReady) {
       return false;
     }
-    expect_success(CudaCall::event_query, error);
+    expect_cuda_success("event_query", error);
     is_done_.store(true, std::memory_order_release);
     return true;
   }
@@ -176,10 +188,9 @@ class CudaStream final : public Stream {
   EventRef record(bool timing) override {
     expect_open();
     CudaGuard guard(device_.index_);
-    uint64_t capture = 0;
-    BW_CUDA_TRY(stream_capture_id, native_, &capture);
+    const bool is_captured = is_capturing(*this);
     void* event = device_.take_event(timing);
-    auto made = std::make_shared<CudaEvent>(device_, event, timing, capture != 0);
+    auto made = std::make_shared<CudaEvent>(device_, event, timing, is_captured);
     BW_CUDA_TRY(event_record, event, native_);
     return made;
   }
@@ -210,11 +221,7 @@ class CudaStream final : public Stream {
 
   void close() noexcept override {
     if (is_open_.exchange(false) && is_owned_ && !device_.process_.is_foreign()) {
-      try {
-        CudaGuard guard(device_.index_);
-        (void)BW_CUDA_CALL(stream_destroy, native_);  // what is queued still runs
-      } catch (const std::exception&) {               // the driver is gone: the process ends
-      }
+      at_end(device_.index_, [&] { (void)BW_CUDA_CALL(stream_destroy, native_); });  // what is queued still runs
     }
   }
 
@@ -294,34 +301,19 @@ int CudaDevice::fill_blocks(int threads) const {
   return std::max(1, facts_.multiprocessors) * std::max(1, kThreadsPerMultiprocessor / threads) * kWaves;
 }
 
-namespace {
-
-std::mutex reclaim_mutex;
-// By pointer and never freed: it may own Python objects, which must not outlive the interpreter's end by destruction.
-std::function<std::string(int)>*& reclaim() {
-  static std::function<std::string(int)>* function = nullptr;
-  return function;
-}
-
-}  // namespace
-
 void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches) {
-  std::lock_guard lock(reclaim_mutex);
-  reclaim() = new std::function<std::string(int)>(std::move(reclaim_caches));
+  reclaim = new std::function<std::string(int)>(std::move(reclaim_caches));
 }
 
 std::string reclaim_cuda_memory(int index) {
-  std::function<std::string(int)> function;
-  {
-    std::lock_guard lock(reclaim_mutex);
-    function = reclaim() == nullptr ? nullptr : *reclaim();
-  }
-  return function ? function(index) : "nothing could be given back";
+  const auto* const function = reclaim.load();
+  return function != nullptr ? (*function)(index) : "nothing could be given back";
 }
 
 void* CudaDevice::allocate(size_t size_bytes) {
   void* data = nullptr;
   CudaGuard guard(index_);
+  const RelaxedCapture relaxed;  // somebody may be capturing something else
   int error = BW_CUDA_CALL(malloc_device, &data, size_bytes);
   std::string reclaimed;
   if (error == kCudaOutOfMemory) {
@@ -336,8 +328,15 @@ void* CudaDevice::allocate(size_t size_bytes) {
                       std::to_string(free_bytes) + " of " + std::to_string(total_bytes) + " bytes are free); " +
                       reclaimed);
   }
-  expect_success(CudaCall::malloc_device, error);
+  expect_cuda_success("malloc_device", error);
   return data;
+}
+
+void CudaDevice::free(void* data) noexcept {
+  at_end(index_, [data] {
+    const RelaxedCapture relaxed;
+    (void)BW_CUDA_CALL(free_device, data);
+  });
 }
 
 void CudaDevice::fill(void* data, int byte, size_t size_bytes, Stream* stream) {

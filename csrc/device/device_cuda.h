@@ -70,6 +70,7 @@ class CudaDevice final : public Device {
   // cudaMalloc. Without free memory the function of set_cuda_reclaim() is called and the request made once more. If
   // that does not help: OutOfMemory, which says how much is free and what was given back.
   void* allocate(size_t size_bytes);
+  void free(void* data) noexcept;
 
   void fill(void* data, int byte, size_t size_bytes, Stream* stream) override;
   void read(void* to, const void* from, size_t size_bytes) override;

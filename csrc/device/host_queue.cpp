@@ -92,12 +92,13 @@ void HostQueue::expect_open() const {
   }
 }
 
-void HostQueue::expect_not_inside() const {
-  for (const Frame* frame = running; frame != nullptr; frame = frame->outer) {
-    if (frame->queue == this) {
-      throw DeviceError("a task of stream '" + name_ + "' waits for work queued behind itself");
-    }
+// Whether the calling thread runs a task of this queue.
+bool HostQueue::is_inside() const {
+  const Frame* frame = running;
+  while (frame != nullptr && frame->queue != this) {
+    frame = frame->outer;
   }
+  return frame != nullptr;
 }
 
 uint64_t HostQueue::push(Work work) {
@@ -120,12 +121,7 @@ uint64_t HostQueue::push(Work work) {
   if (must_wake) {
     futex_wake(is_worker_asleep_, 1);
   }
-  if (run_by_ == RunBy::kCaller) {
-    for (const Frame* frame = running; frame != nullptr; frame = frame->outer) {
-      if (frame->queue == this) {
-        return ticket;  // pushed by a task of this queue: runs when that task is over
-      }
-    }
+  if (run_by_ == RunBy::kCaller && !is_inside()) {  // else it runs when the task that pushed it is over
     wait_for(ticket, {});
   }
   return ticket;
@@ -136,7 +132,9 @@ bool HostQueue::wait_for(uint64_t ticket, const Deadline& deadline) {
     return true;
   }
   expect_same_process();
-  expect_not_inside();
+  if (is_inside()) {
+    throw DeviceError("a task of stream '" + name_ + "' waits for work queued behind itself");
+  }
   for (;;) {
     uint32_t progress = 0;
     {

@@ -44,8 +44,6 @@ class HostQueue {
 
   HostQueue(std::string name, RunBy run_by, uint64_t fuzz_seed);
   ~HostQueue();
-  HostQueue(const HostQueue&) = delete;
-  HostQueue& operator=(const HostQueue&) = delete;
 
   // Starts the worker, which keeps the queue alive until the queue is closed and empty. DeviceError when the system
   // gives no thread.
@@ -73,7 +71,7 @@ class HostQueue {
   void run_until(uint64_t ticket, std::unique_lock<std::mutex>& lock) noexcept;
   void execute(Work work) noexcept;
   bool is_foreign() const noexcept { return process_.is_foreign(); }
-  void expect_not_inside() const;
+  bool is_inside() const;
   bool linger(std::unique_lock<std::mutex>& lock) noexcept;
   void pause_at_random() noexcept;
 

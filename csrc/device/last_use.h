@@ -1,8 +1,6 @@
 // LastUse: orders the uses of device memory that several streams use in turn.
 #pragma once
 
-#include <exception>
-
 #include "base/error.h"
 #include "device/device_cuda.h"
 

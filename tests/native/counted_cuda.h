@@ -12,6 +12,17 @@
 
 namespace bucketwheel {
 
+enum class CudaCall : uint8_t {
+#define BW_CUDA_ENUMERATOR(name, parameters) name,
+  BW_CUDA_CALLS(BW_CUDA_ENUMERATOR)
+#undef BW_CUDA_ENUMERATOR
+};
+inline constexpr size_t kCudaCallCount = 0
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a term of a sum
+#define BW_CUDA_ONE(name, parameters) +1
+    BW_CUDA_CALLS(BW_CUDA_ONE);
+#undef BW_CUDA_ONE
+
 // The `countdown`-th of the next calls of `call` (1: the next) returns `error` and is not made; with error 0 it is made,
 // after a pause.
 struct CudaFault {
