@@ -20,41 +20,108 @@ constexpr uint8_t kDirty = 1, kComplete = 2;
 
 // What notes look like: kDirty and kComplete, a byte for each parameter, one for each bucket (late), and the factors:
 // nothing if all are 1, one double if they are all the same, else a double for each parameter.
-class NoteReader {
- public:
-  NoteReader(std::string_view note, int params, int buckets) : note_(note), params_(params) {
-    const size_t fixed = size_t{1} + static_cast<size_t>(params) + static_cast<size_t>(buckets);
+struct Note {
+  Note(std::string_view note, size_t params, size_t buckets) {
+    const size_t fixed = 1 + params + buckets;
     const size_t tail = note.size() - std::min(note.size(), fixed);
-    if (note.size() < fixed || (tail != 0 && tail != 8 && tail != 8 * static_cast<size_t>(params))) {
+    if (note.size() < fixed || (tail != 0 && tail != 8 && tail != 8 * params)) {
       throw Error("notes of " + std::to_string(note.size()) + " bytes from a rank, for " + std::to_string(params) +
                   " parameters in " + std::to_string(buckets) +
                   " buckets; do all ranks run the same version of bucketwheel?");
     }
-    factors_ = note.substr(fixed);
+    is_dirty = (note[0] & kDirty) != 0;
+    is_complete = (note[0] & kComplete) != 0;
+    flags = reinterpret_cast<const uint8_t*>(note.data()) + 1;
+    factors = note.substr(fixed);
   }
-  bool is_dirty() const { return (note_[0] & kDirty) != 0; }
-  bool is_complete() const { return (note_[0] & kComplete) != 0; }
-  uint8_t flags(int param) const { return static_cast<uint8_t>(note_[1 + static_cast<size_t>(param)]); }
-  bool is_late(int bucket) const { return note_[1 + static_cast<size_t>(params_ + bucket)] != 0; }
-  std::string_view factors() const { return factors_; }
-  double factor(int param) const {
-    if (factors_.empty()) {
-      return 1.0;
+  double factor(size_t param) const {
+    double value = 1.0;
+    if (!factors.empty()) {
+      std::memcpy(&value, factors.data() + (factors.size() == 8 ? 0 : 8 * param), 8);
     }
-    double value = 0.0;
-    std::memcpy(&value, factors_.data() + (factors_.size() == 8 ? 0 : 8 * static_cast<size_t>(param)), 8);
     return value;
   }
 
- private:
-  std::string_view note_;
-  int params_;
-  std::string_view factors_;
+  bool is_dirty;
+  bool is_complete;
+  const uint8_t* flags;  // of the parameters, then of the buckets
+  std::string_view factors;
 };
 
 bool same_bits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }  // NaN equals NaN
+
+void agree_on_flags(std::span<const Note> notes, size_t params, size_t buckets, WindowVerdict* agreement) {
+  // Per parameter over the ranks: the flags that any rank has, those that all have, and whether a rank has stored a
+  // gradient that is not void.
+  std::vector<uint8_t> any(params, 0), all(params, 0xff), stays(params, 0), late(buckets, 0);
+  for (const Note& note : notes) {
+    for (size_t param = 0; param < params; ++param) {
+      any[param] |= note.flags[param];
+      all[param] &= note.flags[param];
+      stays[param] |= static_cast<uint8_t>((note.flags[param] & (kStored | kVoid)) == kStored);
+    }
+    for (size_t bucket = 0; bucket < buckets; ++bucket) {
+      late[bucket] |= note.flags[params + bucket];
+    }
+  }
+  agreement->held.resize(params);
+  agreement->common.resize(params);
+  for (size_t param = 0; param < params; ++param) {
+    agreement->held[param] = (any[param] & kHeld) != 0;
+    agreement->common[param] = (all[param] & kHeld) != 0;
+    agreement->is_uneven = agreement->is_uneven || agreement->held[param] != agreement->common[param];
+    const bool is_void = (any[param] & kVoid) != 0;
+    if ((is_void && stays[param]) || ((any[param] ^ all[param]) & kOlder) != 0) {
+      agreement->conflicts.push_back(static_cast<int>(param));
+    } else if (is_void) {
+      agreement->voided.push_back(static_cast<int>(param));
+    }
+  }
+  for (size_t bucket = 0; bucket < buckets; ++bucket) {
+    if (late[bucket]) {
+      agreement->late.push_back(static_cast<int>(bucket));
+    }
+  }
+}
+
+// [Note: whose factor] The agreed factor of every parameter, and the parameters that were scaled differently.
+//
+//   a rank                                                    its factor
+//   put a gradient of the parameter into this window, or      counts: all of these must be the same. It is still to be
+//   has an older one beside those of others                   multiplied; what the rank put in was divided by it
+//   has no gradient of the parameter, or no part in the       does not count: the rank takes the others' factor, and
+//   window                                                    applies the rest of its own to what its shard holds
+void agree_on_factors(std::span<const Note> notes, size_t params, WindowVerdict* agreement) {
+  const bool is_same = std::ranges::all_of(
+      notes, [&](std::string_view factors) { return factors == notes.front().factors; }, &Note::factors);
+  if (is_same && (notes.empty() || notes.front().factors.empty())) {
+    return;
+  }
+  agreement->factors.assign(params, 1.0);
+  for (size_t param = 0; param < params; ++param) {
+    if (is_same) {
+      agreement->factors[param] = notes.front().factor(param);
+      continue;
+    }
+    bool is_said = false, is_apart = false;
+    for (const Note& note : notes) {
+      const uint8_t flags = note.flags[param];
+      if (note.is_dirty != agreement->is_dirty || !(flags & kHeld) || !(flags & (kStored | kOlder))) {
+        continue;
+      }
+      is_apart = is_apart || (is_said && !same_bits(note.factor(param), agreement->factors[param]));
+      if (!is_said) {
+        agreement->factors[param] = note.factor(param);
+      }
+      is_said = true;
+    }
+    if (is_apart) {
+      agreement->scaled_apart.push_back(static_cast<int>(param));
+    }
+  }
+}
 
 }  // namespace
 
@@ -220,95 +287,18 @@ std::vector<uint8_t> Schedule::notes(Flags held, Flags older, std::span<const do
 
 WindowVerdict Schedule::agree(std::span<const std::string_view> notes) const {
   WindowVerdict agreement;
-  const int buckets = static_cast<int>(params_of_.size());
+  const size_t params = buckets_of_.size(), buckets = params_of_.size();
   agreement.is_dirty_on_all = agreement.is_complete = true;
-  for (const std::string_view note : notes) {
-    const NoteReader reader(note, param_count(), buckets);
-    agreement.is_dirty = agreement.is_dirty || reader.is_dirty();
-    agreement.is_dirty_on_all = agreement.is_dirty_on_all && reader.is_dirty();
-    agreement.is_complete = agreement.is_complete && reader.is_complete();
+  std::vector<Note> read;
+  for (const std::string_view text : notes) {
+    const Note& note = read.emplace_back(text, params, buckets);
+    agreement.is_dirty = agreement.is_dirty || note.is_dirty;
+    agreement.is_dirty_on_all = agreement.is_dirty_on_all && note.is_dirty;
+    agreement.is_complete = agreement.is_complete && note.is_complete;
   }
-  agree_on_flags(notes, &agreement);
-  agree_on_factors(notes, &agreement);
+  agree_on_flags(read, params, buckets, &agreement);
+  agree_on_factors(read, params, &agreement);
   return agreement;
-}
-
-void Schedule::agree_on_flags(std::span<const std::string_view> notes, WindowVerdict* agreement) const {
-  const size_t params = buckets_of_.size();
-  // Per parameter over the ranks: the flags that any rank has, those that all have, and whether a rank has stored a
-  // gradient that is not void.
-  std::vector<uint8_t> any(params, 0), all(params, 0xff), stays(params, 0), late(params_of_.size(), 0);
-  for (const std::string_view note : notes) {
-    const auto* flags = reinterpret_cast<const uint8_t*>(note.data()) + 1;
-    for (size_t param = 0; param < params; ++param) {
-      any[param] |= flags[param];
-      all[param] &= flags[param];
-      stays[param] |= static_cast<uint8_t>((flags[param] & (kStored | kVoid)) == kStored);
-    }
-    for (size_t bucket = 0; bucket < late.size(); ++bucket) {
-      late[bucket] |= flags[params + bucket];
-    }
-  }
-  agreement->held.resize(params);
-  agreement->common.resize(params);
-  for (size_t param = 0; param < params; ++param) {
-    agreement->held[param] = (any[param] & kHeld) != 0;
-    agreement->common[param] = (all[param] & kHeld) != 0;
-    agreement->is_uneven = agreement->is_uneven || agreement->held[param] != agreement->common[param];
-    const bool is_void = (any[param] & kVoid) != 0;
-    if ((is_void && stays[param]) || ((any[param] ^ all[param]) & kOlder) != 0) {
-      agreement->conflicts.push_back(static_cast<int>(param));
-    } else if (is_void) {
-      agreement->voided.push_back(static_cast<int>(param));
-    }
-  }
-  for (size_t bucket = 0; bucket < late.size(); ++bucket) {
-    if (late[bucket]) {
-      agreement->late.push_back(static_cast<int>(bucket));
-    }
-  }
-}
-
-// [Note: whose factor] The agreed factor of every parameter, and the parameters that were scaled differently.
-//
-//   a rank                                                    its factor
-//   put a gradient of the parameter into this window, or      counts: all of these must be the same. It is still to be
-//   has an older one beside those of others                   multiplied; what the rank put in was divided by it
-//   has no gradient of the parameter, or no part in the       does not count: the rank takes the others' factor, and
-//   window                                                    applies the rest of its own to what its shard holds
-void Schedule::agree_on_factors(std::span<const std::string_view> notes, WindowVerdict* agreement) const {
-  std::vector<NoteReader> readers;
-  for (const std::string_view note : notes) {
-    readers.emplace_back(note, param_count(), static_cast<int>(params_of_.size()));
-  }
-  const bool is_same = std::all_of(readers.begin(), readers.end(), [&](const NoteReader& reader) {
-    return reader.factors() == readers.front().factors();
-  });
-  if (is_same && (readers.empty() || readers.front().factors().empty())) {
-    return;
-  }
-  agreement->factors.assign(buckets_of_.size(), 1.0);
-  for (int param = 0; param < param_count(); ++param) {
-    if (is_same) {
-      agreement->factors[param] = readers.front().factor(param);
-      continue;
-    }
-    bool is_said = false, is_apart = false;
-    for (const NoteReader& reader : readers) {
-      const uint8_t flags = reader.flags(param);
-      if (reader.is_dirty() != agreement->is_dirty || !(flags & kHeld) || !(flags & (kStored | kOlder))) {
-        continue;
-      }
-      is_apart = is_apart || (is_said && !same_bits(reader.factor(param), agreement->factors[param]));
-      if (!is_said) {
-        agreement->factors[param] = reader.factor(param);
-      }
-      is_said = true;
-    }
-    if (is_apart) {
-      agreement->scaled_apart.push_back(param);
-    }
-  }
 }
 
 void Schedule::close(const WindowVerdict& agreement, std::vector<LaunchAction>* first,

@@ -156,8 +156,6 @@ class Schedule {
   void begin_window();
   void count(int param);
   std::vector<LaunchAction> launches(bool all);
-  void agree_on_flags(std::span<const std::string_view> notes, WindowVerdict* agreement) const;
-  void agree_on_factors(std::span<const std::string_view> notes, WindowVerdict* agreement) const;
 
   std::vector<std::vector<int>> buckets_of_;
   std::vector<std::vector<int>> params_of_;
