@@ -28,8 +28,7 @@ T* device_array(py::handle tensor, DType dtype, DeviceId device, int64_t numel, 
     return nullptr;
   }
   const dlpack::Name name{what, 0};
-  const dlpack::Described values = dlpack::describe_on_any_device(tensor, name);
-  dlpack::expect_device(values, device, name);
+  const dlpack::Described values = dlpack::describe_item(tensor, name, device);
   dlpack::expect_dtype(values, dtype, name);
   BW_EXPECTS(values.is_contiguous() && (numel < 0 || values.numel == numel),
              std::string(what) + " must be contiguous, of " + std::to_string(numel) + " elements; it has shape " +
@@ -104,7 +103,7 @@ inline void adam_step_cuda(int device, const py::sequence& tensors, const AdamGr
   holder.step.groups = {&group, 1};
   const StreamRef stream = current_stream(id);
   py::gil_scoped_release unlocked;
-  CudaScratch<AdamCudaTable>::with(device, *stream, [&](AdamCudaTable& table) {
+  with_cuda_scratch<AdamCudaTable>(device, *stream, [&](AdamCudaTable& table) {
     table.clear();
     for (const auto& [row, place] : rows) {
       table.add(row, place);

@@ -83,12 +83,8 @@ struct AdamTensors {
     }
     expect_same_device(out, {"grads", index}, p, {"params", index});
     expect_same_layout(out, {"grads", index}, p, {"params", index});
-    return out;
-  }
-
-  // In-place kernels on overlapping memory would give results that depend on the instruction set.
-  void expect_disjoint(const dlpack::Described& g, int64_t index) const {
-    const auto all = parts(&g);
+    // In-place kernels on overlapping memory would give results that depend on the instruction set.
+    const auto all = parts(&out);
     for (auto a = all.begin(); p.numel > 0 && a != all.end(); ++a) {
       for (auto b = a + 1; a->tensor != nullptr && b != all.end(); ++b) {
         BW_EXPECTS(
@@ -96,6 +92,7 @@ struct AdamTensors {
             dlpack::Name{a->list, index}.text() + " and " + dlpack::Name{b->list, index}.text() + " share memory");
       }
     }
+    return out;
   }
 
  private:
@@ -213,7 +210,6 @@ class AdamLists {
     const AdamTensors tensors = AdamTensors::describe({p, m, v, vmax, master, remainder}, index);
     dlpack::expect_device(tensors.p, device, {"params", index});
     const dlpack::Described grad = tensors.grad(g, index);
-    tensors.expect_disjoint(grad, index);
     AdamRow row = tensors.row(0, param, 0);
     row.g = grad.data;
     row.g_dtype = grad.dtype;
@@ -244,7 +240,7 @@ class PyAdamRows {
     Owners owners;
     for (py::handle tensor : {p, m, v, vmax, master, remainder}) {
       if (!tensor.is_none()) {
-        owners.push_back(dlpack::hold(tensor).owner);
+        owners.push_back(dlpack::hold(tensor));
       }
     }
     table_.add(tensors.row(group, param, param_begin));
@@ -293,12 +289,7 @@ class PyAdamRows {
   using Owners = std::vector<std::shared_ptr<void>>;
 
   static std::optional<dlpack::Described> described_grad(const AdamTensors& tensors, py::handle g, int64_t index) {
-    if (g.is_none()) {
-      return std::nullopt;
-    }
-    dlpack::Described grad = tensors.grad(g, index);
-    tensors.expect_disjoint(grad, index);
-    return grad;
+    return g.is_none() ? std::nullopt : std::optional(tensors.grad(g, index));
   }
   void put_grad(int64_t row, const std::optional<dlpack::Described>& grad, py::object g) {
     const auto index = static_cast<size_t>(row);
@@ -331,9 +322,7 @@ std::span<const T> span_of(py::handle tensor, DType dtype, const char* what) {
     return {};
   }
   const dlpack::Described values = dlpack::describe(tensor);
-  if (values.dtype != dtype) {
-    throw TypeError(std::string(what) + " is " + name_of(values.dtype) + ", expected " + name_of(dtype));
-  }
+  dlpack::expect_dtype(values, dtype, {what});
   BW_EXPECTS(values.device.kind == DeviceId::Kind::kCpu && values.is_contiguous(),
              std::string(what) + " must be a contiguous cpu tensor");
   return {static_cast<const T*>(values.data), static_cast<size_t>(values.numel)};
@@ -456,24 +445,14 @@ inline void bind_adam(py::module_& m) {
       },
       py::arg("threads"));  // torch.get_num_threads(), from a thread that computes with torch
   py::class_<AdamGroup>(m, "AdamGroup")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay) {
-             return AdamGroup{lr, beta1, beta2, eps, weight_decay};
-           }),
-           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"));
+      .def(py::init<double, double, double, double, double>(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("weight_decay"));
   py::class_<AdamOptions>(m, "AdamOptions")
-      .def(py::init([](bool decoupled, bool maximize, bool stochastic, uint64_t seed, bool noop, bool resync) {
-             return AdamOptions{decoupled, maximize, stochastic, seed, noop, resync};
-           }),
-           py::arg("decoupled") = true, py::arg("maximize") = false, py::arg("stochastic") = true, py::arg("seed") = 0,
-           py::arg("noop") = false, py::arg("resync") = false);
+      .def(py::init<bool, bool, bool, uint64_t, bool, bool>(), py::arg("decoupled") = true, py::arg("maximize") = false,
+           py::arg("stochastic") = true, py::arg("seed") = 0, py::arg("noop") = false, py::arg("resync") = false);
   py::class_<AdamArguments>(m, "AdamArguments")
-      .def(py::init([](py::object steps, double average, const std::optional<AdamOptions>& options, py::object used,
-                       py::object factors, py::object noop, py::object lr) {
-             return AdamArguments{
-                 std::move(steps), average,      options.value_or(AdamOptions()), std::move(used), std::move(factors),
-                 std::move(noop),  std::move(lr)};
-           }),
-           py::arg("steps"), py::arg("average") = 1.0, py::arg("options") = py::none(), py::kw_only(),
+      .def(py::init<py::object, double, AdamOptions, py::object, py::object, py::object, py::object>(),
+           py::arg("steps"), py::arg("average") = 1.0, py::arg_v("options", AdamOptions(), "..."), py::kw_only(),
            py::arg("used") = py::none(), py::arg("factors") = py::none(), py::arg("noop") = py::none(),
            py::arg("lr") = py::none());
   bind_adam_rows<PyAdamTable>(m, "AdamTable")

@@ -7,7 +7,6 @@
 #include <memory>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include "bindings/comm_py.h"
 #include "bindings/peers_py.h"

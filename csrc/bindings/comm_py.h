@@ -80,13 +80,15 @@ class CallOfAll {
 // The tensors of one call as pairs, checked against each other; they live as long as the operation needs them.
 class TensorPairs {
  public:
-  // Each `full` has world x the elements of its `shard`. The lists' names are those of the caller's arguments.
-  TensorPairs(const char* full_list, const py::sequence& fulls, const char* shard_list, const py::sequence& shards,
-              const Comm& comm)
+  // Each `full`, an output of an all-gather and an input of a reduce-scatter, has world x the elements of its `shard`.
+  TensorPairs(Collective collective, const py::sequence& outputs, const py::sequence& inputs, const Comm& comm)
       : device_(comm.device()) {
+    const bool gathers = collective == Collective::kAllGather;
+    const char* const full_list = gathers ? "outputs" : "inputs";
+    const char* const shard_list = gathers ? "inputs" : "outputs";
     const int world = comm.world();
-    const py::object full_items = items_of(fulls);
-    const py::object shard_items = items_of(shards);
+    const py::object full_items = items_of(gathers ? outputs : inputs);
+    const py::object shard_items = items_of(gathers ? inputs : outputs);
     const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(full_items.ptr()));
     const auto shard_count = static_cast<size_t>(PySequence_Fast_GET_SIZE(shard_items.ptr()));
     BW_EXPECTS(count == shard_count, std::string(full_list) + " has " + std::to_string(count) + " tensors, " +
@@ -134,11 +136,11 @@ class TensorPairs {
     if (!held_->hold(object, &tensor) || !dlpack::is_dense_on(tensor, device_, &view.data, &view.numel)) {
       throw_unfit(object, name);
     }
-    try {
-      view.dtype = dlpack::dtype_of(tensor.dtype);
-    } catch (const TypeError&) {
+    const std::optional<DType> dtype = dlpack::find_dtype(tensor.dtype);
+    if (!dtype) {
       throw_unfit(object, name);
     }
+    view.dtype = *dtype;
     return view;
   }
 
@@ -163,7 +165,7 @@ class TensorPairs {
 
 inline HandleRef all_gather_tensors(Comm& comm, const py::sequence& outputs, const py::sequence& inputs,
                                     py::handle stream, const std::vector<HandleRef>& after, bool timing) {
-  TensorPairs tensors("outputs", outputs, "inputs", inputs, comm);
+  TensorPairs tensors(Collective::kAllGather, outputs, inputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
   const WithoutGil unlocked;
   return comm.all_gather(tensors.take(), std::move(options));
@@ -186,7 +188,7 @@ inline HandleRef reduce_scatter_tensors(Comm& comm, const py::sequence& outputs,
                                         py::handle op, py::handle stream, const std::vector<HandleRef>& after,
                                         bool timing) {
   const Reduction reduction = reduction_of(op);
-  TensorPairs tensors("inputs", inputs, "outputs", outputs, comm);
+  TensorPairs tensors(Collective::kReduceScatter, outputs, inputs, comm);
   IssueOptions options = tensors.options(stream, after, timing);
   const WithoutGil unlocked;
   return comm.reduce_scatter(tensors.take(), reduction, nullptr, std::move(options));
@@ -250,17 +252,12 @@ inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::h
   return comm.broadcast(view, root, std::move(options));
 }
 
-inline std::shared_ptr<Request> make_all_gather_request(const CommRef& comm, const py::sequence& outputs,
-                                                        const py::sequence& inputs) {
-  TensorPairs tensors("outputs", outputs, "inputs", inputs, *comm);
-  return tensors.request(comm, {Collective::kAllGather, {}, 0});
-}
-
-inline std::shared_ptr<Request> make_reduce_scatter_request(const CommRef& comm, const py::sequence& outputs,
-                                                            const py::sequence& inputs, py::handle op) {
-  const OperationKind kind{Collective::kReduceScatter, reduction_of(op), 0};
-  TensorPairs tensors("inputs", inputs, "outputs", outputs, *comm);
-  return tensors.request(comm, kind);
+// Of a reduce-scatter; without `op` of an all-gather.
+inline std::shared_ptr<Request> make_request(const CommRef& comm, const py::sequence& outputs,
+                                             const py::sequence& inputs, py::handle op) {
+  const OperationKind kind =
+      op.is_none() ? OperationKind{} : OperationKind{Collective::kReduceScatter, reduction_of(op), 0};
+  return TensorPairs(kind.collective, outputs, inputs, *comm).request(comm, kind);
 }
 
 inline HandleRef start_request(const Request& request, py::handle stream, const std::vector<HandleRef>& after,
@@ -462,9 +459,8 @@ inline void bind_comm(py::module_& m) {
   py::class_<Request, std::shared_ptr<Request>>(m, "Request")
       .def("start", &start_request, py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(),
            py::arg("timing") = false);
-  m.def("all_gather_request", &make_all_gather_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"));
-  m.def("reduce_scatter_request", &make_reduce_scatter_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
-        py::arg("op") = "sum");
+  m.def("make_request", &make_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
+        py::arg("op") = py::none());
   // Its destructor waits for a look, which needs no GIL.
   py::class_<Tie>(m, "Tie")
       .def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"))

@@ -2,7 +2,7 @@
 // `__dlpack_c_exchange_api__` (torch >= 2.10; DLPack 1.3 layout).
 //
 //   describe(tensor)   a borrowed look at a tensor: valid while the caller holds the Python object
-//   hold(tensor)       the same, and an owner that keeps the memory alive (released on any thread, without the GIL)
+//   hold(tensor)       an owner that keeps the memory alive (released on any thread, without the GIL)
 //   make_tensor(...)   a torch.Tensor over our memory; each has a storage and a version counter of its own
 //
 // Where the CUDA device is simulated, CPU tensors may pose as tensors of cuda:0 (device/cuda_api.h).
@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -125,13 +124,6 @@ inline std::optional<DType> find_dtype(const DTypeAbi& dtype) {
   }
   return std::nullopt;
 }
-inline DType dtype_of(const DTypeAbi& dtype) {
-  if (const std::optional<DType> found = find_dtype(dtype)) {
-    return *found;
-  }
-  throw TypeError("unsupported dtype (DLPack code " + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) +
-                  " bits)" + kSupportedDTypes);
-}
 inline DTypeAbi abi_of(DType dtype) { return kDTypeAbis[static_cast<size_t>(dtype)]; }
 
 // None: neither the cpu nor cuda.
@@ -192,30 +184,6 @@ struct Described {
   std::string layout_text() const { return "shape " + text_of(shape) + ", strides " + text_of(strides); }
 };
 
-inline Described describe_abi(const TensorAbi& tensor) {
-  Described out;
-  const std::optional<DeviceId> device = device_of(tensor.device);
-  if (!device) {
-    throw TypeError("unsupported device (DLPack type " + std::to_string(tensor.device.type) +
-                    "): cpu and cuda are supported");
-  }
-  out.device = *device;
-  out.dtype = dtype_of(tensor.dtype);
-  out.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-  out.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-  out.strides.resize(tensor.ndim);
-  int64_t dense = 1;
-  for (int i = tensor.ndim; i-- > 0;) {
-    out.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : dense;
-    dense *= tensor.shape[i];
-    out.numel *= tensor.shape[i];
-  }
-  if (tensor.data == nullptr && out.numel != 0) {
-    throw TypeError("the tensor has no memory, as autograd's zero tensors: pass a clone()");
-  }
-  return out;
-}
-
 inline bool is_tensor(py::handle object) {
   return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch_api().tensor_type)) != 0;
 }
@@ -234,10 +202,29 @@ inline Described describe(py::handle object) {
   if (torch_api().api->tensor_from_object(object.ptr(), &tensor) != 0) {
     throw py::error_already_set();
   }
-  if (!find_dtype(tensor.dtype)) {
+  const std::optional<DType> dtype = find_dtype(tensor.dtype);
+  if (!dtype) {
     throw TypeError("unsupported dtype " + py::str(object.attr("dtype")).cast<std::string>() + kSupportedDTypes);
   }
-  return describe_abi(tensor);
+  const std::optional<DeviceId> device = device_of(tensor.device);
+  if (!device) {
+    throw TypeError("unsupported device (DLPack type " + std::to_string(tensor.device.type) +
+                    "): cpu and cuda are supported");
+  }
+  Described out;
+  out.device = *device;
+  out.dtype = *dtype;
+  out.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  out.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+  out.strides.resize(tensor.ndim);
+  for (int i = tensor.ndim; i-- > 0;) {
+    out.strides[i] = tensor.strides != nullptr ? tensor.strides[i] : out.numel;
+    out.numel *= tensor.shape[i];
+  }
+  if (tensor.data == nullptr && out.numel != 0) {
+    throw TypeError("the tensor has no memory, as autograd's zero tensors: pass a clone()");
+  }
+  return out;
 }
 
 // A list or tuple, or whatever else has items by number, but a tensor.
@@ -248,21 +235,14 @@ inline py::sequence sequence_of(const py::object& object, const char* name, cons
   return py::reinterpret_borrow<py::sequence>(object);
 }
 
-struct Held {
-  Described tensor;
-  std::shared_ptr<void> owner;
-};
-inline Held hold(py::handle object) {
+// Keeps the tensor's memory alive.
+inline std::shared_ptr<void> hold(py::handle object) {
   expect_tensor(object);
   ManagedTensor* managed = nullptr;
   if (torch_api().api->managed_from_object(object.ptr(), &managed) != 0) {
     throw py::error_already_set();
   }
-  std::shared_ptr<void> owner(managed, [](void* p) {
-    auto* tensor = static_cast<ManagedTensor*>(p);
-    tensor->deleter(tensor);
-  });
-  return {describe_abi(managed->tensor), std::move(owner)};
+  return {managed, [](ManagedTensor* tensor) { tensor->deleter(tensor); }};
 }
 
 // A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor, and for

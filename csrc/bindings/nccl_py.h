@@ -4,13 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "bindings/comm_py.h"
 #include "bindings/device_py.h"
@@ -74,7 +71,18 @@ inline void set_check(NcclOptions& options, const py::object& check) {
   };
 }
 
-inline Deadline deadline_after(std::chrono::nanoseconds timeout) { return Clock::now() + timeout; }
+inline Deadline deadline_after(double timeout_s) { return Clock::now() + expect_timeout(timeout_s); }
+
+// make(peers, device, unique id, options, deadline) as Python calls it.
+template <class Make>
+auto nccl_maker(Make make) {
+  return [make](const PeersRef& peers, int device, const py::bytes& id, const NcclOptions& options, double timeout_s) {
+    const NcclUniqueId unique_id = unique_id_of(id);
+    const Deadline deadline = deadline_after(timeout_s);
+    const py::gil_scoped_release unlocked;
+    return make(peers, device, unique_id, options, deadline);
+  };
+}
 
 inline void bind_nccl(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
@@ -99,30 +107,18 @@ inline void bind_nccl(py::module_& m) {
       .def(
           "split",
           [](NcclComm& self, const PeersRef& peers, int color, int key, const NcclOptions& options, double timeout_s) {
-            return released_without_gil(
-                self.split(peers, color, key, options, deadline_after(expect_timeout(timeout_s))));
+            return released_without_gil(self.split(peers, color, key, options, deadline_after(timeout_s)));
           },
           py::arg("peers").none(true), py::arg("color"), py::arg("key"), py::arg("options"), py::arg("timeout_s"),
           Unlocked());
-  m.def(
-      "make_nccl_comm",
-      [](const PeersRef& peers, int device, const py::bytes& id, const NcclOptions& options, double timeout_s) {
-        const NcclUniqueId unique_id = unique_id_of(id);
-        const Deadline deadline = deadline_after(expect_timeout(timeout_s));
-        py::gil_scoped_release unlocked;
-        return released_without_gil(NcclComm::make(peers, device, unique_id, options, deadline));
-      },
-      py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
-  m.def(
-      "make_nccl_pair",
-      [](const PeersRef& peers, int device, const py::bytes& id, const NcclOptions& options, double timeout_s) {
-        const NcclUniqueId unique_id = unique_id_of(id);
-        const Deadline deadline = deadline_after(expect_timeout(timeout_s));
-        py::gil_scoped_release unlocked;
-        auto [gathers, reduces] = NcclComm::pair(peers, device, unique_id, options, deadline);
-        return std::pair(released_without_gil(std::move(gathers)), released_without_gil(std::move(reduces)));
-      },
-      py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
+  m.def("make_nccl_comm",
+        nccl_maker([](const auto&... arguments) { return released_without_gil(NcclComm::make(arguments...)); }),
+        py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
+  m.def("make_nccl_pair", nccl_maker([](const auto&... arguments) {
+          auto [gathers, reduces] = NcclComm::pair(arguments...);
+          return std::pair(released_without_gil(std::move(gathers)), released_without_gil(std::move(reduces)));
+        }),
+        py::arg("peers"), py::arg("device"), py::arg("id"), py::arg("options"), py::arg("timeout_s"));
 }
 
 }  // namespace bucketwheel

@@ -22,26 +22,12 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-inline std::vector<NormRow> norm_rows(DeviceId id, const py::object& list) {
-  const py::sequence tensors = dlpack::sequence_of(list, "tensors");
-  std::vector<NormRow> rows;
-  for (size_t i = 0; i < py::len(tensors); ++i) {
-    const dlpack::Name name{"tensors", static_cast<int64_t>(i)};
-    const dlpack::Described tensor = dlpack::describe_on_any_device(py::object(tensors[i]), name);
-    dlpack::expect_device(tensor, id, name);
-    dlpack::expect_float(tensor, name);
-    dlpack::expect_dense(tensor, name);
-    rows.push_back({tensor.data, tensor.numel, tensor.dtype});
-  }
-  return rows;
-}
-
 // sums[i] = the sum of squares of tensors[i]: float64, as sumsq() on the CPU; total = their fold. `table`: null for
 // one of ours.
-inline void sumsq_cuda(int device, const py::object& tensors, py::handle sums, py::handle total,
-                       SumsqCudaTable* table) {
+inline void sumsq_cuda(int device, const py::object& list, py::handle sums, py::handle total, SumsqCudaTable* table) {
   const DeviceId id{DeviceId::Kind::kCuda, device};
-  const std::vector<NormRow> rows = norm_rows(id, tensors);
+  const py::tuple tensors = tensors_of(list);
+  const std::vector<NormRow> rows = norm_rows(tensors, id);
   auto* const out = device_array<double>(sums, DType::kFloat64, id, static_cast<int64_t>(rows.size()), "sums");
   auto* const all = device_array<double>(total, DType::kFloat64, id, 1, "total");
   const StreamRef stream = current_stream(id);
@@ -50,7 +36,7 @@ inline void sumsq_cuda(int device, const py::object& tensors, py::handle sums, p
     table->run(rows, out, all, *stream);
     return;
   }
-  CudaScratch<SumsqCudaTable>::with(device, *stream,
+  with_cuda_scratch<SumsqCudaTable>(device, *stream,
                                     [&](SumsqCudaTable& shared) { shared.run(rows, out, all, *stream); });
 }
 

@@ -31,23 +31,25 @@ inline std::vector<std::pair<double, bool>> pairs_of(std::span<const SumSquares>
   return out;
 }
 
-inline dlpack::Described norm_tensor(py::handle object, dlpack::Name name) {
-  dlpack::Described tensor = dlpack::describe_item(object, name);
-  dlpack::expect_float(tensor, name);
-  dlpack::expect_dense(tensor, name);
-  return tensor;
+// A list of tensors as it is now: another thread may change it while the GIL is released.
+inline py::tuple tensors_of(const py::object& list) { return dlpack::sequence_of(list, "tensors"); }
+
+inline std::vector<NormRow> norm_rows(const py::tuple& tensors, DeviceId device) {
+  std::vector<NormRow> rows;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const dlpack::Name name{"tensors", static_cast<int64_t>(i)};
+    const dlpack::Described tensor = dlpack::describe_item(py::object(tensors[i]), name, device);
+    dlpack::expect_float(tensor, name);
+    dlpack::expect_dense(tensor, name);
+    rows.push_back({tensor.data, tensor.numel, tensor.dtype});
+  }
+  return rows;
 }
 
 // For each tensor (sum of squares, has it a non-finite element); its elements are taken in memory order.
 inline std::vector<std::pair<double, bool>> sumsq_of_list(const py::object& list) {
-  const py::sequence tensors = dlpack::sequence_of(list, "tensors");
-  std::vector<NormRow> rows;
-  std::vector<py::object> keep;  // another thread may change the list while the GIL is released
-  for (size_t i = 0; i < py::len(tensors); ++i) {
-    keep.push_back(tensors[i]);
-    const dlpack::Described tensor = norm_tensor(keep.back(), {"tensors", static_cast<int64_t>(i)});
-    rows.push_back({tensor.data, tensor.numel, tensor.dtype});
-  }
+  const py::tuple tensors = tensors_of(list);
+  const std::vector<NormRow> rows = norm_rows(tensors, {});
   py::gil_scoped_release unlocked;
   return pairs_of(sumsq(rows));
 }

@@ -17,13 +17,6 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// outputs[i] <- inputs[i], as copy_all() on the CPU.
-inline void copy_all_cuda(int device, const std::vector<CopyItem>& items) {
-  const StreamRef stream = current_stream({DeviceId::Kind::kCuda, device});
-  py::gil_scoped_release unlocked;
-  CudaScratch<CopyCudaTable>::with(device, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
-}
-
 // outputs[i] <- inputs[i]: contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one device. On
 // CUDA in the caller's current stream.
 inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) {
@@ -49,12 +42,13 @@ inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs) 
     BW_EXPECTS(from.is_contiguous(), from_name.text() + " is not contiguous");
     items.push_back({to.data, from.data, to.numel, to.dtype, from.dtype});
   }
-  if (device.kind == DeviceId::Kind::kCuda) {
-    copy_all_cuda(device.index, items);
+  const StreamRef stream = current_stream(device);
+  py::gil_scoped_release unlocked;
+  if (stream == nullptr) {  // on the CPU
+    copy_all(items);
     return;
   }
-  py::gil_scoped_release unlocked;
-  copy_all(items);
+  with_cuda_scratch<CopyCudaTable>(device.index, *stream, [&](CopyCudaTable& table) { table.run(items, *stream); });
 }
 
 inline void bind_pack(py::module_& m) {

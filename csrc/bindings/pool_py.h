@@ -44,12 +44,12 @@ class TorchUpstream final : public Upstream {
     constexpr size_t kAlignBytes = 4096;  // torch aligns to 512 (CUDA) or 64 (CPU) bytes
     auto slab = std::make_shared<TorchSlab>();
     py::gil_scoped_acquire locked;
-    dlpack::Held held = dlpack::hold(allocate_(size_bytes + kAlignBytes));
-    auto* begin = static_cast<std::byte*>(held.tensor.data);
+    const py::object tensor = allocate_(size_bytes + kAlignBytes);
+    auto* begin = static_cast<std::byte*>(dlpack::describe(tensor).data);
     slab->data = begin + (kAlignBytes - reinterpret_cast<uintptr_t>(begin) % kAlignBytes) % kAlignBytes;
     slab->size_bytes = size_bytes;
     slab->id = new_id();
-    slab->owner = std::move(held.owner);
+    slab->owner = dlpack::hold(tensor);
     return slab;
   }
 

@@ -312,7 +312,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     TensorAbi tensor;
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
         !dlpack::look_at(grad, &tensor) || !is_like(known, tensor) ||
-        (expects_reducers_ && is_true(known.placeholder.attr(names().is_in_reducer)))) {
+        (expects_reducers_ && py::object(known.placeholder.attr(names().is_in_reducer)).ptr() == Py_True)) {
       return false;
     }
     for (const Part& part : known.parts) {
@@ -337,7 +337,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere.
   static bool is_like(const Param& known, const TensorAbi& tensor) {
     if ((tensor.data == nullptr && known.numel != 0) || tensor.device.type != 1 ||
-        tensor.ndim != static_cast<int32_t>(known.shape.size()) || dlpack::dtype_of(tensor.dtype) != known.dtype) {
+        tensor.ndim != static_cast<int32_t>(known.shape.size()) || dlpack::find_dtype(tensor.dtype) != known.dtype) {
       return false;
     }
     for (size_t i = 0; i < known.shape.size(); ++i) {
@@ -351,8 +351,6 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     }
     return true;
   }
-
-  static bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
   static inline bool expects_reducers_ = false;
 

@@ -182,9 +182,9 @@ class AllGatherRequest(_Request):
         native = _native_of(comm)
         outs, ins = listed(outputs, "outputs"), listed(inputs, "inputs")
         try:
-            request = core.all_gather_request(native, outs, ins)
+            request = core.make_request(native, outs, ins)
         except TypeError:
-            request = core.all_gather_request(native, *by_bytes(outs, ins))
+            request = core.make_request(native, *by_bytes(outs, ins))
         super().__init__(request, outs, comm)
 
 
@@ -199,5 +199,5 @@ class ReduceScatterRequest(_Request):
         native_op = native_op_of(op)
         if native_op == "avg":
             warn_of_rounded_average(comm, outs)
-        request = core.reduce_scatter_request(native, outs, ins, native_op)
+        request = core.make_request(native, outs, ins, native_op)
         super().__init__(request, outs, comm)
