@@ -70,17 +70,17 @@ MAY_IMPORT = {
 # Lines of code (tests/lines.py --rooms) that a room may have. It goes down with the room. A change that raises it says in its
 # message what the room gained.
 BUDGETS = {
-    "csrc/base": 939,
-    "csrc/bindings": 3107,
-    "csrc/comm": 1274,
+    "csrc/base": 937,
+    "csrc/bindings": 3025,
+    "csrc/comm": 1273,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1874,
     "csrc/comm/nccl": 1695,
     "csrc/comm/peers": 732,
-    "csrc/device": 1232,
+    "csrc/device": 1196,
     "csrc/kernels": 3706,
-    "csrc/plan": 839,
-    "csrc/pool": 1583,
+    "csrc/plan": 827,
+    "csrc/pool": 1508,
     "python": 566,
     "python/checkpoint": 2881,
     "python/comm": 2098,

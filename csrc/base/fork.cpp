@@ -14,15 +14,7 @@
 namespace bucketwheel {
 namespace {
 
-std::atomic<uint64_t>& count() {
-  // Never freed. Initialised by the first caller, before any object that compares generations exists.
-  static std::atomic<uint64_t>* const forks = [] {
-    auto* made = new std::atomic<uint64_t>(0);
-    pthread_atfork(nullptr, nullptr, [] { count().fetch_add(1, std::memory_order_relaxed); });
-    return made;
-  }();
-  return *forks;
-}
+std::atomic<uint64_t> forks{0};
 
 struct ClosedInChild {
   std::mutex mutex;
@@ -58,7 +50,12 @@ void keep_in_child(int fd) {
   std::erase(closed_in_child().fds, fd);
 }
 
-uint64_t fork_generation() { return count().load(std::memory_order_relaxed); }
+uint64_t fork_generation() {
+  // By the first caller, before any object that compares generations exists.
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  return forks.load(std::memory_order_relaxed);
+}
 
 bool is_forked_without_exec() {
   std::ifstream stat("/proc/self/stat");

@@ -36,24 +36,6 @@
 #define BW_HD BW_FORCE_INLINE
 #endif
 
-// False where a .cu file is compiled by a C++ compiler against an emulation of CUDA (tests).
-namespace bucketwheel {
-#if defined(__CUDACC__)
-inline constexpr bool kIsCompiledByNvcc = true;
-#else
-inline constexpr bool kIsCompiledByNvcc = false;
-#endif
-}  // namespace bucketwheel
-
-// The flag of dlopen for a library that must see its own symbols before those of the process. Sanitizers refuse it.
-namespace bucketwheel {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr int kDeepBind = 0;
-#else
-inline constexpr int kDeepBind = RTLD_DEEPBIND;
-#endif
-}  // namespace bucketwheel
-
 // In front of a loop whose iterations touch only element i of each array. Two arrays may be the same or disjoint, but
 // not overlap otherwise. (__restrict__ would forbid the same.)
 #define BW_ELEMENTWISE _Pragma("GCC ivdep")
@@ -66,6 +48,20 @@ inline constexpr int kDeepBind = RTLD_DEEPBIND;
 #endif
 
 namespace bucketwheel {
+
+// False where a .cu file is compiled by a C++ compiler against an emulation of CUDA (tests).
+#if defined(__CUDACC__)
+inline constexpr bool kIsCompiledByNvcc = true;
+#else
+inline constexpr bool kIsCompiledByNvcc = false;
+#endif
+
+// The flag of dlopen for a library that must see its own symbols before those of the process. Sanitizers refuse it.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr int kDeepBind = 0;
+#else
+inline constexpr int kDeepBind = RTLD_DEEPBIND;
+#endif
 
 // For the body of a spin loop.
 inline void cpu_relax() {

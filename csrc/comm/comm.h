@@ -90,8 +90,6 @@ class Comm {
   virtual DeviceId device() const { return {}; }
   // Memory that peers reach without a staging copy. Leases of it may be passed to the collectives in whole or in part.
   virtual const PoolRef& pool() const = 0;
-  // Whether it sums integers.
-  virtual bool sums_integers() const { return device().kind == DeviceId::Kind::kCpu; }
   // The stream that operations run in; made at the first one on CUDA, null before.
   virtual StreamRef stream() const = 0;
 
