@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from bucketwheel.layout.packing import Granularity, Packing, PackItem, pack, rank_buckets
-from bucketwheel.layout.row_cuts import cut_by_rows
+from bucketwheel.layout.row_cuts import Grid, cut_by_rows
 
 
 def check(packing: Packing, align: int) -> None:
@@ -188,7 +188,7 @@ def test_planning_row_cuts_of_many_parameters_takes_little_time() -> None:
 
             sys.setprofile(count)
             try:
-                list(cut_by_rows(numels, [row] * len(numels), world=world, bucket_numel=1 << 24, align=64))
+                list(cut_by_rows(numels, [row] * len(numels), Grid(world, 1 << 24, 64)))
             finally:
                 sys.setprofile(None)
             counts.append(calls)

@@ -21,11 +21,12 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from bucketwheel.errors import expect_int
-from bucketwheel.layout.row_cuts import PackedRun, cut_anywhere, cut_by_rows, cut_whole_rows, splits_rows
+from bucketwheel.layout.row_cuts import Grid, PackedRun, cut_anywhere, cut_by_rows, cut_whole_rows, splits_rows
 
 Granularity = Literal["row", "element"]
 
@@ -78,10 +79,6 @@ class Packing:
     begins: tuple[int, ...]  # of every parameter in the flat space
     buckets: tuple[Bucket, ...]
     world: int
-    _bucket_begins: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_bucket_begins", tuple(b.begin for b in self.buckets))
 
     @property
     def numel(self) -> int:
@@ -102,7 +99,7 @@ class Packing:
         """The parts of ``param``, by bucket. Empty for a parameter without elements."""
         begin, end = self.begins[param], self.begins[param] + self.items[param].numel
         found: list[Segment] = []
-        index = bisect.bisect_right(self._bucket_begins, begin) - 1
+        index = bisect.bisect_right(self.buckets, begin, key=attrgetter("begin")) - 1
         at = begin
         while at < end:
             bucket = self.buckets[index]
@@ -209,7 +206,7 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     begins: list[int] = []
     shards: list[int] = []
     at = 0
-    for run in _runs(items, world, bucket_numel, align):
+    for run in _runs(items, Grid(world, bucket_numel, align)):
         begins += [at + begin for begin in run.begins]
         shards += run.shards
         at += world * sum(run.shards)
@@ -223,22 +220,21 @@ def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int
     return replace(packing, buckets=tuple(buckets))
 
 
-def _runs(items: Sequence[PackItem], world: int, bucket_numel: int, align: int) -> Iterator[PackedRun]:
+def _runs(items: Sequence[PackItem], grid: Grid) -> Iterator[PackedRun]:
     """All items, in runs with shards."""
-    sizes = {"world": world, "bucket_numel": bucket_numel, "align": align}
     for granularity, alike in itertools.groupby(items, key=lambda item: item.granularity):
         numels, rows = zip(*((item.numel, item.row) for item in alike), strict=True)
         if granularity == "element":
-            yield cut_anywhere(numels, **sizes)
+            yield cut_anywhere(numels, grid)
             continue
         done = 0
-        for has_rows, some in itertools.groupby(cut_by_rows(numels, rows, **sizes), key=lambda run: bool(run.shards)):
+        for has_rows, some in itertools.groupby(cut_by_rows(numels, rows, grid), key=lambda run: bool(run.shards)):
             found = list(some)
             part = slice(done, done + sum(len(run.begins) for run in found))
             if has_rows:
                 yield from found
             elif granularity == "row":
-                yield from cut_whole_rows(numels[part], rows[part], **sizes)
+                yield from cut_whole_rows(numels[part], rows[part], grid)
             else:
-                yield cut_anywhere(numels[part], **sizes)
+                yield cut_anywhere(numels[part], grid)
             done = part.stop

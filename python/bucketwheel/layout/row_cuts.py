@@ -52,74 +52,13 @@ class PackedRun:
     shards: list[int]
 
 
-def cut_anywhere(numels: Sequence[int], *, world: int, bucket_numel: int, align: int) -> PackedRun:
-    """Element cuts: parameters one behind the other. A bucket takes those that begin within the size asked for; a parameter
-    that is longer goes on in the next."""
-    begins, shards = [0] * len(numels), []
-    at = first = covered = (
-        0  # where the bucket begins, the first parameter that is not wholly in one, its elements that are
-    )
-    while first < len(numels):
-        window, begin = [], at - covered
-        for param in range(first, len(numels)):
-            window.append((begin, begin + numels[param]))
-            begin = _round_up(window[-1][1], align)
-            if begin - at >= bucket_numel:
-                break
-        shard = _round_up(-(-min(bucket_numel, window[-1][1] - at) // world), align)
-        end = at + world * shard
-        covered = 0
-        for begin, upto in window[: sum(begin < end for begin, _ in window) or 1]:
-            begins[first] = begin
-            if upto > end:
-                covered = end - begin
-                break
-            first += 1
-        shards += [shard] if shard else []
-        at = end
-    return PackedRun(begins, shards)
+class Grid:
+    """The sizes that `pack` is given, and the elements of a bucket as asked for (``usual``), and of the largest one."""
 
-
-def cut_whole_rows(
-    numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
-) -> Iterator[PackedRun]:
-    """Parameters for which row cuts will not do, cut on rows all the same: matrices in buckets of their own."""
-    sizes = {"world": world, "bucket_numel": bucket_numel, "align": align}
-    grid = _grid(**sizes)
-    for is_vector, some in itertools.groupby(zip(numels, rows, strict=True), key=lambda param: param[1] == 1):
-        params = list(some)
-        if is_vector:
-            yield cut_anywhere([numel for numel, _ in params], **sizes)
-        else:
-            yield from (PackedRun([0], _whole_rows(numel, row, grid)) for numel, row in params)
-
-
-def cut_by_rows(
-    numels: Sequence[int], rows: Sequence[int], *, world: int, bucket_numel: int, align: int
-) -> Iterator[PackedRun]:
-    """All parameters, of ``numels`` elements and with ``rows`` of so many, in runs."""
-    grid = _grid(world, bucket_numel, align)
-    first = 0
-    while first < len(numels):
-        last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
-        if first == last:
-            last += 1
-            yield PackedRun([0], _cut_alone(numels[first], rows[first], grid))
-        else:
-            yield from _cut_together(numels[first:last], rows[first:last], grid)
-        first = last
-
-
-@dataclass(frozen=True)
-class _Grid:
-    world: int
-    align: int
-    usual: int  # elements of a bucket as asked for
-
-    @property
-    def most(self) -> int:
-        """Elements of the largest bucket."""
-        return GROWTH * self.usual
+    def __init__(self, world: int, bucket_numel: int, align: int) -> None:
+        self.world, self.bucket_numel, self.align = world, bucket_numel, align
+        self.usual = world * self.plain_shard(bucket_numel)
+        self.most = GROWTH * self.usual
 
     def plain_shard(self, numel: int) -> int:
         """The shard of element cuts."""
@@ -132,23 +71,65 @@ class _Grid:
         return size <= self.most and (size - numel) * 100 <= _PADDING_PERCENT * max(size, of)
 
 
-def _grid(world: int, bucket_numel: int, align: int) -> _Grid:
-    return _Grid(world, align, world * _round_up(-(-bucket_numel // world), align))
+def cut_anywhere(numels: Sequence[int], grid: Grid) -> PackedRun:
+    """Element cuts: parameters one behind the other. A bucket takes those that begin within the size asked for; a parameter
+    that is longer goes on in the next."""
+    begins, shards = [0] * len(numels), []
+    at = first = covered = (
+        0  # where the bucket begins, the first parameter that is not wholly in one, its elements that are
+    )
+    while first < len(numels):
+        window, begin = [], at - covered
+        for param in range(first, len(numels)):
+            window.append((begin, begin + numels[param]))
+            begin = _round_up(window[-1][1], grid.align)
+            if begin - at >= grid.bucket_numel:
+                break
+        shard = grid.plain_shard(min(grid.bucket_numel, window[-1][1] - at))
+        end = at + grid.world * shard
+        covered = 0
+        for begin, upto in window[: sum(begin < end for begin, _ in window) or 1]:
+            begins[first] = begin
+            if upto > end:
+                covered = end - begin
+                break
+            first += 1
+        shards += [shard] if shard else []
+        at = end
+    return PackedRun(begins, shards)
 
 
-def _offsets(numels: Sequence[int], align: int) -> list[int]:
-    """Where parameters begin that are packed one behind the other, and where the next one would."""
-    return [0, *itertools.accumulate(_round_up(numel, align) for numel in numels)]
+def cut_whole_rows(numels: Sequence[int], rows: Sequence[int], grid: Grid) -> Iterator[PackedRun]:
+    """Parameters for which row cuts will not do, cut on rows all the same: matrices in buckets of their own."""
+    for is_vector, some in itertools.groupby(zip(numels, rows, strict=True), key=lambda param: param[1] == 1):
+        params = list(some)
+        if is_vector:
+            yield cut_anywhere([numel for numel, _ in params], grid)
+        else:
+            yield from (PackedRun([0], _whole_rows(numel, row, grid)) for numel, row in params)
 
 
-def _cut_alone(numel: int, row: int, grid: _Grid) -> list[int]:
+def cut_by_rows(numels: Sequence[int], rows: Sequence[int], grid: Grid) -> Iterator[PackedRun]:
+    """All parameters, of ``numels`` elements and with ``rows`` of so many, in runs."""
+    first = 0
+    while first < len(numels):
+        last = next((i for i in range(first, len(numels)) if numels[i] > grid.most), len(numels))
+        if first == last:
+            last += 1
+            yield PackedRun([0], _cut_alone(numels[first], rows[first], grid))
+        else:
+            yield from _cut_together(numels[first:last], rows[first:last], grid)
+        first = last
+
+
+def _cut_alone(numel: int, row: int, grid: Grid) -> list[int]:
     """The shards of the buckets of a parameter larger than a bucket may be; none if row cuts will not do."""
     shards = _whole_rows(numel, row, grid)
     fits = max(shards) * grid.world <= grid.most
     return shards if fits and (sum(shards) * grid.world - numel) * 100 <= _PADDING_PERCENT * numel else []
 
 
-def _whole_rows(numel: int, row: int, grid: _Grid) -> list[int]:
+def _whole_rows(numel: int, row: int, grid: Grid) -> list[int]:
     """Shards of whole rows: of one bucket if that may be so large, else of buckets that are about equal."""
     unit = lcm(row, grid.align)
     units = -(-numel // (grid.world * unit))  # of a rank
@@ -157,13 +138,14 @@ def _whole_rows(numel: int, row: int, grid: _Grid) -> list[int]:
     return [((i + 1) * units // count - i * units // count) * unit for i in range(count)]
 
 
-def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: _Grid) -> list[PackedRun]:
+def _cut_together(numels: Sequence[int], rows: Sequence[int], grid: Grid) -> list[PackedRun]:
     """The buckets of parameters of which each fits into one.
 
     A bucket of T elements costs usual^2 + T^2, which is least for a sum of elements where T is usual, and `_PRICE` x usual^2
     for each parameter that it cuts inside rows. From the last stop to the first: the cheapest way from there to the end.
     """
-    offsets = _offsets(numels, grid.align)
+    # Where parameters begin that are packed one behind the other, and where the next one would.
+    offsets = [0, *itertools.accumulate(_round_up(numel, grid.align) for numel in numels)]
     stops = _stops(numels, max(1, grid.usual // 16))
     costs = [0] * len(stops)
     chosen = [(0, PackedRun([], []))] * len(stops)  # (the stop at which the bucket ends, the bucket)
@@ -208,7 +190,7 @@ def _stops(numels: Sequence[int], small: int) -> list[int]:
     return [*found, len(numels)]
 
 
-def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: _Grid) -> PackedRun | None:
+def _on_rows(numels: Sequence[int], rows: Sequence[int], size: int, grid: Grid) -> PackedRun | None:
     """The bucket of these parameters with row cuts; None where these will not do. ``size``: their elements, packed."""
     multiple, numel, plain_shard = grid.align, sum(numels), grid.plain_shard(size)
     shard = plain_shard
