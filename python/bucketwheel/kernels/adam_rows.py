@@ -298,21 +298,11 @@ class AdamRows:
             _native_group(group, float(group["lr"]) if lr is None else 0.0)
             for group, lr in zip(param_groups, self._lr, strict=True)
         ]
-        if self._device == CPU:
-            self._begin_on_cpu(groups, options, used, factors, average)
+        if self._device != CPU:
+            lrs = self._lr if any(lr is not None for lr in self._lr) else None
+            arguments = core.AdamArguments(self.steps, average, options, used=bytes(used), factors=factors, lr=lrs)
+            self.table.begin(groups, arguments)
             return
-        lrs = self._lr if any(lr is not None for lr in self._lr) else None
-        arguments = core.AdamArguments(self.steps, average, options, used=bytes(used), factors=factors, lr=lrs)
-        self.table.begin(groups, arguments)
-
-    def _begin_on_cpu(
-        self,
-        groups: list[Any],
-        options: core.AdamOptions,
-        used: Sequence[bool] | bytes,
-        factors: Tensor | None,
-        average: float,
-    ) -> None:
         core.use_torch_threads(torch.get_num_threads())
         if self._param_index is None:
             self._param_index = torch.tensor(self._param_of_row, dtype=torch.int64, device="cpu")
@@ -320,17 +310,13 @@ class AdamRows:
         is_used = torch.frombuffer(bytearray(used), dtype=torch.uint8) if used else nothing
         self.steps += is_used
         of_params = torch.ones(len(is_used), dtype=torch.float64, device="cpu") if factors is None else factors
-        steps, used_rows, row_factors = (
-            tensor[self._param_index] for tensor in (self.steps, is_used, of_params * average)
-        )
+        spread = (self.steps, is_used, of_params * average)
+        steps, used_rows, row_factors = (tensor[self._param_index] for tensor in spread)
         self._begun = (groups, core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors))
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`; on CUDA it
         enqueues that."""
-        if self._device != CPU:
-            self.table.step(first_row, last_row)
-            return
         self.table.step(*self._begun, first_row, last_row)
 
     def _lr_on_device(self, lr: float | Tensor) -> Tensor | None:

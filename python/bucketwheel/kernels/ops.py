@@ -305,7 +305,7 @@ class _StepCounts:
 
     def __init__(self, steps: int | Sequence[int | torch.Tensor], count: int, device: int) -> None:
         self.on_host: list[torch.Tensor] = []
-        self._on_device: list[torch.Tensor] = []
+        self._on_device: dict[int, torch.Tensor] = {}  # by index
         options: Any = {"dtype": torch.int64, "device": torch_device(device)}
         if isinstance(steps, int):
             if steps < 1:
@@ -315,7 +315,6 @@ class _StepCounts:
         if len(steps) != count:
             raise ValueError(f"steps has {len(steps)} tensors, params has {count}")
         known = array.array("q", [0] * count)
-        places = []
         for index, step in enumerate(steps):
             if isinstance(step, torch.Tensor):
                 if step.numel() != 1 or step.dtype not in (torch.float32, torch.int64):
@@ -323,19 +322,18 @@ class _StepCounts:
                         f"steps[{index}] is {step.dtype} {tuple(step.shape)}, expected one float32 or int64"
                     )
                 if index_of(step) == device:
-                    self._on_device.append(step)
-                    places.append(index)
+                    self._on_device[index] = step
                     continue
                 self.on_host.append(step)
             known[index] = int(step) if isinstance(step, torch.Tensor) else step - 1
             if known[index] < 0:
                 raise ValueError(f"steps[{index}] is {step}: steps count from 1")
-        if len(places) == count and count:
-            self.taken = torch.stack([step.detach().reshape(()) for step in self._on_device]).to(torch.int64)
+        if len(self._on_device) == count > 0:
+            self.taken = torch.stack([step.detach().reshape(()) for step in self._on_device.values()]).to(torch.int64)
             return
         self.taken = torch.empty(count, **options)
         upload(self.taken, known.tobytes())
-        for place, step in zip(places, self._on_device, strict=True):
+        for place, step in self._on_device.items():
             self.taken[place].copy_(step.detach().reshape(()))
 
     def advance(self, noop: torch.Tensor | None) -> None:
@@ -343,11 +341,9 @@ class _StepCounts:
         with torch.no_grad():
             for step in {id(step): step for step in self.on_host}.values():
                 step += 1
-            unique = list({id(step): step for step in self._on_device}.values())
-            if unique and noop is None:
-                torch._foreach_add_(unique, 1)
-            elif unique and noop is not None:
-                by_dtype: dict[torch.dtype, torch.Tensor] = {}
+            unique = list({id(step): step for step in self._on_device.values()}.values())
+            if noop is not None:
                 for step in unique:
-                    by_dtype.setdefault(step.dtype, (1 - noop).to(step.dtype).reshape(()))
-                    step.add_(by_dtype[step.dtype])
+                    step.add_((1 - noop).to(step.dtype).reshape(()))
+            elif unique:
+                torch._foreach_add_(unique, 1)
