@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -24,7 +24,7 @@ from bucketwheel.native import core
 
 _MOST_BYTES, _MOST_STEPS, _MOST_EFFORT = 2**60, 2**63 - 1, 2**40  # all sums fit into 64 bits
 
-Key = Hashable
+Key = Any  # hashable; a dict of texts is no Mapping[Hashable, ...]
 Interval = tuple[int, int]
 Users = tuple[Hashable, tuple[Hashable, ...]]  # the stream that acquires, the others that use the bytes
 
@@ -95,7 +95,8 @@ def place(
     """
     asked = in_canonical_order(sizes, intervals, align)
     found = core.place(list(asked.values()), min(expect_int(effort, "effort"), _MOST_EFFORT))
-    return placement_at(found.offsets, asked, found, sizes, intervals, streams)
+    offsets = dict(zip(asked, found.offsets, strict=True))
+    return placement_at(offsets, asked, found, sizes, intervals, streams)
 
 
 def aligned(nbytes: int, align: int) -> int:
@@ -133,7 +134,7 @@ def in_canonical_order(sizes: Mapping[Key, int], intervals: Mapping[Key, Sequenc
 
 
 def placement_at(
-    offsets: Iterable[int],
+    offsets: Mapping[Key, int],
     asked: Asked,
     found: core.Placement,
     sizes: Mapping[Key, int],
@@ -141,7 +142,7 @@ def placement_at(
     streams: Mapping[Key, Sequence[Users]] | None,
 ) -> Placement:
     """The placement with these ``offsets``, in the order of ``asked``, and its waits. ``found``: the bounds."""
-    at = dict(zip(asked, offsets, strict=True))
+    at = {key: offsets[key] for key in asked}
     total = max((at[key] + size for key, (size, _) in asked.items()), default=0)
     waits = waits_of(at, sizes, {key: intervals[key] for key in asked}, streams)
     return Placement(at, total, found.load_bytes, found.bound_bytes, total == found.bound_bytes, waits)

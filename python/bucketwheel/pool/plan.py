@@ -59,8 +59,7 @@ class Plan:
         `BudgetTooSmall` when more than ``max_bytes`` are needed; it names the keys that are live at the peak.
         """
         sizes = {key: max(size, 1) for key, size in sizes.items()}
-        asked: tuple[Any, Any, Any] = (sizes, intervals, streams)
-        found = place(asked[0], asked[1], streams=asked[2], align=align, effort=effort)
+        found = place(sizes, intervals, streams=streams, align=align, effort=effort)
         plan = cls(name, sizes, dict(intervals), tuple(order), found, align, frozenset(outlives), keys)
         if max_bytes is not None and found.total_bytes > max_bytes:
             needs = f"needs {found.total_bytes:,} bytes and may have {max_bytes:,}"

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from bucketwheel.native import core
-from bucketwheel.pool.placement import Interval, Key, Placement, PlanKey, Users, in_canonical_order, placement_at
+from bucketwheel.pool.placement import Asked, Interval, Key, Placement, PlanKey, Users, in_canonical_order, placement_at
 
 MANY_LIFETIMES = 2_000  # with more, policies that go by roles take long: they try all pairs of keys
 
@@ -32,14 +32,8 @@ _Slots = dict[Any, list[Key]]
 class _Request:
     """The arguments of `place`, checked."""
 
-    def __init__(
-        self,
-        sizes: Mapping[Key, int],
-        intervals: Mapping[Key, Sequence[Interval]],
-        keys: Mapping[Key, PlanKey] | None,
-        align: int,
-    ) -> None:
-        self.asked = in_canonical_order(sizes, intervals, align)
+    def __init__(self, asked: Asked, keys: Mapping[Key, PlanKey] | None) -> None:
+        self.asked = asked
         self.sizes = {key: size for key, (size, _) in self.asked.items()}
         self.best_fit = core.place_best_fit(list(self.asked.values()))
         self.of = {key: PlanKey(*keys[key]) for key in self.asked} if keys is not None else {}
@@ -134,11 +128,10 @@ def _placed(
 ) -> Placement | None:
     if keys is None and rule is not _best_fit:
         return None
-    request = _Request(sizes, intervals, keys, align)
+    request = _Request(in_canonical_order(sizes, intervals, align), keys)
     if (offsets := rule(request) if sizes else {}) is None:
         return None
-    in_order = [offsets[key] for key in request.asked]
-    return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
+    return placement_at(offsets, request.asked, request.best_fit, sizes, intervals, streams)
 
 
 _RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)

@@ -306,15 +306,12 @@ class Pool:
         """
         plans = (plan, *more)
         if comm is not None:
-            self._expect_ranks_ready(plans, strict, comm)
+            expect_equal_plans(plans, comm, f"strict={bool(strict)}")
+            everyone = comm.exchange(bytes([self.stats().planned_live_bytes > 0]))
+            if busy := [rank for rank, told in enumerate(everyone) if told != b"\0"]:
+                raise PoolBusy(f"adopt: leases are live in places of the plans before, on ranks {busy}: end them first")
         self._native.adopt([each.to_native() for each in plans], not not strict)
         self._plans = plans
-
-    def _expect_ranks_ready(self, plans: Sequence[Plan], strict: bool, comm: Any) -> None:
-        expect_equal_plans(plans, comm, f"strict={bool(strict)}")
-        everyone = comm.exchange(bytes([self.stats().planned_live_bytes > 0]))
-        if busy := [rank for rank, told in enumerate(everyone) if told != b"\0"]:
-            raise PoolBusy(f"adopt: leases are live in places of the plans before, on ranks {busy}: end them first")
 
     @property
     def current_regime(self) -> str:
