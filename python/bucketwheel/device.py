@@ -119,18 +119,16 @@ class Uploads:
     def get(self, name: str, dtype: torch.dtype, values: bytes) -> Tensor:
         """``values`` as a tensor [n]; the one of the last call for ``name`` if they are the same."""
         is_captured = core.is_capturing(self._index)
-        known = self._known.get(name)
-        if known is not None and known[0] == values:
-            if is_captured:
-                self._captured.append(known[1])
-            return known[1]
-        tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=torch_device(self._index))
-        upload(tensor, values)
+        found = self._known.get(name)
+        if found is None or found[0] != values:
+            tensor = torch.empty(len(values) // dtype.itemsize, dtype=dtype, device=torch_device(self._index))
+            upload(tensor, values)
+            found = (values, tensor)
+            if not is_captured:  # then it is written by replays
+                self._known[name] = found
         if is_captured:
-            self._captured.append(tensor)  # written by replays, which need it as long as the graph lives
-        else:
-            self._known[name] = (values, tensor)
-        return tensor
+            self._captured.append(found[1])  # replays need it as long as the graph lives
+        return found[1]
 
     def mask(self, name: str, count: int, indices: Iterable[int]) -> Tensor:
         """uint8 [count]: 1 at ``indices``."""

@@ -29,12 +29,6 @@ def expect_uniform_flags(param_groups: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{key} must be the same in all parameter groups, got {given}")
 
 
-def _native_group(group: dict[str, Any], lr: float) -> core.AdamGroup:
-    """A parameter group with the learning rate ``lr``, as the kernel takes it."""
-    beta1, beta2 = map(float, group["betas"])
-    return core.AdamGroup(lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
-
-
 def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool, resync: bool) -> core.AdamOptions:
     """The flags that all groups share, as the kernel takes them. ValueError if ``amsgrad``, as which the rows were made,
     is another one now."""
@@ -294,10 +288,10 @@ class AdamRows:
         """
         options = _native_options(param_groups, self._amsgrad, self._resync)
         self._lr = [self._lr_on_device(group["lr"]) for group in param_groups]
-        groups = [  # may raise: before steps count
-            _native_group(group, float(group["lr"]) if lr is None else 0.0)
-            for group, lr in zip(param_groups, self._lr, strict=True)
-        ]
+        groups = []
+        for group, lr in zip(param_groups, self._lr, strict=True):  # may raise: before steps count
+            hyper = (group["lr"] if lr is None else 0.0, *group["betas"], group["eps"], group["weight_decay"])
+            groups.append(core.AdamGroup(*map(float, hyper)))
         if self._device != CPU:
             lrs = self._lr if any(lr is not None for lr in self._lr) else None
             arguments = core.AdamArguments(self.steps, average, options, used=bytes(used), factors=factors, lr=lrs)

@@ -143,11 +143,8 @@ def adam_step(
     if skip:
         return
     written = [*params, *exp_avgs, *exp_avg_sqs]
-    for tensors in optional:
-        if tensors is not None:
-            written += [tensor for tensor in tensors if tensor is not None]
-    if not isinstance(steps, int):
-        written += [step for step in steps if isinstance(step, torch.Tensor)]
+    for given in (*optional, () if isinstance(steps, int) else steps):
+        written += [one for one in given or () if isinstance(one, torch.Tensor)]
     increment_version(written)
 
 

@@ -52,17 +52,14 @@ def expect_same_memory_kind(info: ParamInfo, shape: torch.Size) -> None:
         )
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Non-overlapping and dense: some order of the dimensions makes it contiguous. torch gives copies of others other strides."""
-    return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
 def expect_dense(infos: Sequence[ParamInfo]) -> None:
-    """ValueError naming the first parameter that is not dense in memory."""
+    """ValueError naming the first parameter that is not dense in memory: no order of its dimensions makes it contiguous."""
     for info in infos:
-        if not _is_dense(info.param):
+        param = info.param
+        # torch gives a copy of a dense tensor its strides, and copies of others other ones.
+        if param.numel() and torch.empty_like(param, device="meta").stride() != param.stride():
             raise ValueError(
-                f"parameter {info.name!r} (shape {tuple(info.param.shape)}, strides {info.param.stride()}) has gaps or "
+                f"parameter {info.name!r} (shape {tuple(param.shape)}, strides {param.stride()}) has gaps or "
                 "overlaps in memory and cannot be flattened; give it memory of its own, e.g. p.data = p.data.clone()"
             )
 
