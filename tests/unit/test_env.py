@@ -104,9 +104,9 @@ def test_bad_values_that_python_reads(monkeypatch: pytest.MonkeyPatch, name: str
 def test_no_bad_value_goes_untried_and_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(BY_PYTHON) == read_by_python() - read_by_the_core()
     assert set(BY_THE_CORE) == read_by_the_core()
-    for name in ("BW_X", "BW_Y"):
+    for name in ("BW_X", "BW_BUILD_TIMEOUT"):
         monkeypatch.setenv(name, " ")
-    assert (env.flag("BW_X"), env.flag("BW_X", default=True), env.seconds("BW_Y", 7.0)) == (False, True, 7.0)
+    assert (env.flag("BW_X"), env.flag("BW_X", default=True), env.build_timeout_s()) == (False, True, 600)
 
 
 FLAG = "expected 0 or 1"

@@ -31,15 +31,11 @@ def flag(name: str, *, default: bool = False) -> bool:
 
 def build_timeout_s() -> float:
     """The limit for one build, and for waiting for one."""
-    return seconds("BW_BUILD_TIMEOUT", 600.0)
-
-
-def seconds(name: str, default: float) -> float:
-    value = text(name)
+    value = text("BW_BUILD_TIMEOUT")
     try:
-        number = float(value) if value else default
+        number = float(value or 600)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise bad_value(name, value, "a number of seconds above 0")
+        raise bad_value("BW_BUILD_TIMEOUT", value, "a number of seconds above 0")
     return number

@@ -30,13 +30,14 @@ _FORMATS = {
 _MOST_BYTES = 2**44  # of one key: the sum of half a million such keys fits in 64 bits
 
 
-def expect_known(path: str | Path) -> None:
-    """ValueError naming the format of a file that is neither a trace nor a snapshot nor a table, if it is a common one."""
+def first_byte(path: str | Path) -> bytes:
+    """Of a trace, a snapshot or a table. ValueError naming the format of another file, if it is a common one."""
     with open(path, "rb") as file:
-        begin = file.read(64).lstrip()
+        begin = file.read(64)
     for magic, what in _FORMATS.items():
-        if begin.startswith(magic) and HEADER.encode() not in begin:
+        if begin.lstrip().startswith(magic) and HEADER.encode() not in begin:
             raise ValueError(f"{path}: this is {what}")
+    return begin[:1]
 
 
 # --- torch's snapshots ------------------------------------------------------------------------------------------------

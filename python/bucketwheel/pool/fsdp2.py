@@ -151,7 +151,7 @@ class _Scatter(_Communication):
         return super().__call__(**options)
 
 
-class FSDP2Pool:
+class FSDP2Pool(contextlib.AbstractContextManager["FSDP2Pool"]):
     """What `pool_for_fsdp2` has installed, until `close`. ``with`` closes it.
 
     Attributes:
@@ -183,9 +183,6 @@ class FSDP2Pool:
                 if isinstance(group._reduce_scatter_comm, _Scatter):
                     module.set_custom_reduce_scatter(group._reduce_scatter_comm.before)
         self._modules = ()
-
-    def __enter__(self) -> FSDP2Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -97,9 +97,7 @@ def read(path: Path, device: int | None = None, slack: Mapping[str, int] | None 
     from bucketwheel.pool import foreign_traces
     from bucketwheel.pool.trace import Trace
 
-    foreign_traces.expect_known(path)
-    with open(path, "rb") as file:
-        first = file.read(1)
+    first = foreign_traces.first_byte(path)
     if first not in (b"\x80", b"{"):  # of a pickle since protocol 2, and of JSON
         found = foreign_traces.from_csv(path)
         return Recording(path.name, found.with_slack(slack) if slack else found)
