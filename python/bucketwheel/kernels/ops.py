@@ -120,8 +120,8 @@ def adam_step(
     optional = (max_exp_avg_sqs, master_params, remainders)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *optional)
     try:
-        if not stochastic and beta2 not in _warned_of:
-            _warn_of_nearest(beta2, exp_avg_sqs)
+        if not stochastic and 1 - beta2 < 2**-8 and any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
+            _warn_of_nearest(beta2)
         resync = on_external_update == "resync"
         options = _native_options(decoupled, maximize, stochastic, operator.index(seed), skip, resync)
         if device == CPU:  # by position throughout: for small tensors the call is what takes the time
@@ -185,18 +185,13 @@ def _expect_choices(param_ids: Any, seed: Any, **flags: Any) -> None:
             raise TypeError(f"{name} is {value!r}, expected a bool")
 
 
-_warned_of: set[float] = set()  # each beta2 once
-
-
-def _warn_of_nearest(beta2: float, exp_avg_sqs: Sequence[torch.Tensor]) -> None:
-    if 1 - beta2 >= 2**-8 or not any(v.dtype == torch.bfloat16 for v in exp_avg_sqs):
-        return
+@functools.cache  # each beta2 once; but not where the warning is an error: nothing has been done then
+def _warn_of_nearest(beta2: float) -> None:
     warnings.warn(
         f"bfloat16 exp_avg_sq rounded to nearest never decays at beta2={beta2}: a step takes off less than half its "
         "last place. Use state_rounding='stochastic', or float32 states",
         stacklevel=3,
     )
-    _warned_of.add(beta2)  # not where the warning is an error: nothing has been done then
 
 
 @overload

@@ -76,7 +76,7 @@ class Segment:
 @dataclass(frozen=True)
 class Packing:
     items: tuple[PackItem, ...]
-    begins: tuple[int, ...]  # of every parameter in the flat space
+    begins: tuple[int, ...]  # of every parameter in the flat space, ascending
     buckets: tuple[Bucket, ...]
     world: int
 
@@ -135,8 +135,7 @@ class Packing:
 
     def segments(self, rank: int) -> list[Segment]:
         """What ``rank`` owns, in the order of its shard space."""
-        order = sorted(range(len(self.items)), key=lambda param: self.begins[param])
-        return [segment for param in order for segment in self.owned(param, rank)]
+        return [segment for param in range(len(self.items)) for segment in self.owned(param, rank)]
 
 
 def _splits_rows(part: Segment, item: PackItem) -> bool:

@@ -46,9 +46,9 @@ class Space:
         bucket_numel = max(1, bucket_cap_bytes // self.wire_dtype.itemsize)
         self.flat = FlatParams(infos, world=world, bucket_numel=bucket_numel, pool=param_pool)
         self._note_indices()
-        self._state_pool = state_pool
-        self.grad = self._new_shard("grad", precision.accum_of(self.dtype))
-        self.states = {name: self._new_shard(name, dtype) for name, dtype in precision.kept_of(self.dtype).items()}
+        shards = {"grad": precision.accum_of(self.dtype), **precision.kept_of(self.dtype)}
+        self.states = {name: self._new_shard(state_pool, name, dtype) for name, dtype in shards.items()}
+        self.grad = self.states.pop("grad")
 
     def _note_indices(self) -> None:
         self.indices = [info.index for info in self.flat.infos]
@@ -60,9 +60,9 @@ class Space:
         self.flat.renumber(infos)
         self._note_indices()
 
-    def _new_shard(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _new_shard(self, pool: Pool, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
-        lease = self._state_pool.acquire(f"{name} of {self.flat.lease.key}", numel * dtype.itemsize)
+        lease = pool.acquire(f"{name} of {self.flat.lease.key}", numel * dtype.itemsize)
         shard = lease.tensor(dtype, (numel,))
         shard.data.zero_()  # its version stays 0 until somebody writes to it: so a load knows that a state is zeros
         return shard
@@ -104,10 +104,7 @@ class Space:
         owned = [(b.begin + self.rank * b.shard_numel, b.shard_numel) for b in self.packing.buckets]
         values = [self.flat.flat.narrow(0, begin, numel) for begin, numel in owned]
         pieces = {"param": values, **{name: [shard] for name, shard in self.states.items()}}
-        found = [
-            (self.indices[s.param], s.param_begin, s.shard_begin, s.numel) for s in self.packing.segments(self.rank)
-        ]
-        rows = [row for row in found if row[0] >= 0]
+        rows = [(index, s.param_begin, s.shard_begin, s.numel) for index, parts in self.owned.items() for s in parts]
         return ShardSpace(self.packing.shard_numel, pieces, rows, self.grad.dtype, self.grad)
 
     def read_masters(self, *, whole: bool = False) -> None:

@@ -68,7 +68,7 @@ class PoolStats:
     load_bytes: int
 
 
-class Lease(abc.ABC):
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """One live period of a range of pool memory, from `Pool.acquire` to `release`.
 
     A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease,
@@ -115,11 +115,6 @@ class Lease(abc.ABC):
     @abc.abstractmethod
     def lend(self) -> torch.Tensor:
         """Its bytes as a uint8 tensor, which keeps the memory mapped and not the lease live."""
-
-    @abc.abstractmethod
-    def __enter__(self) -> Lease: ...
-    @abc.abstractmethod
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Pool:
