@@ -102,23 +102,18 @@ class CommError(Error):
         reason: the message without its prefix "[bucketwheel rank 3/8 comm 'rs' seq 118] ".
     """
 
-    def __init__(
-        self,
-        *message: object,
-        op: str = "",
-        seq: int = 0,
-        rank: int = -1,
-        nccl_code: int | None = None,
-        last_error: str = "",
-        reason: str = "",
-    ) -> None:
+    op: str
+    seq: int
+    rank: int
+    nccl_code: int | None
+    last_error: str
+    reason: str
+
+    def __init__(self, *message: object, **facts: Any) -> None:
         super().__init__(*message)
-        self.op = op
-        self.seq = seq
-        self.rank = rank
-        self.nccl_code = nccl_code
-        self.last_error = last_error
-        self.reason = reason or str(self)
+        unknown = {"op": "", "seq": 0, "rank": -1, "nccl_code": None, "last_error": "", "reason": ""}
+        vars(self).update(unknown | facts)
+        self.reason = self.reason or str(self)
 
 
 class PeerError(CommError):

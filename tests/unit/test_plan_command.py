@@ -84,7 +84,7 @@ def test_a_step_of_a_pool(run: Run, tmp_path: Path) -> None:
 
 def test_a_table_against_all_policies(run: Run, table: Path) -> None:
     found = run(table, "--json", "--align", 256, "--policy", "slot_coloring")
-    lifetimes = plan.read(table).lifetimes
+    _, lifetimes, *_ = plan.read(table)
     sizes = {**lifetimes.sizes, "empty": 1}  # it has an address of its own
     ours = place(sizes, lifetimes.intervals, align=256)
     assert ours.total_bytes == 3 * 9216 and ours.load_bytes == 2 * 9216
@@ -156,7 +156,8 @@ def test_a_drawing(run: Run, table: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install bucketwheel[plot]")
     path = table.with_suffix(".png")
     run(table, "--plot", path, "--policy", "best_fit")
-    replay = plan.replay(plan.read(table), 512)
+    name, lifetimes, align, _ = plan.read(table)
+    replay = plan.replay(name, lifetimes, align)
     figure = tetris.drawn(replay, "best_fit")
     figure.savefig(table.with_name("again.png"))
     assert path.read_bytes() == table.with_name("again.png").read_bytes() and path.read_bytes().startswith(

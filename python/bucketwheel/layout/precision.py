@@ -47,12 +47,12 @@ class Precision:
             if asked == torch.float64:
                 raise ValueError(f"{name}=torch.float64 is for float64 parameters alone, {of}")
             raise ValueError(f"{name}={asked!r}: None or one of {', '.join(map(str, taken))} is expected")
-        if self.master_weights == "bf16_remainder" and dtypes:
-            if torch.float16 in dtypes or torch.bfloat16 not in dtypes:
-                raise ValueError(
-                    f"master_weights='bf16_remainder' is for bfloat16 parameters, {of}: a remainder makes a float32 "
-                    "of a bfloat16; use master_weights='auto'"
-                )
+        has_others = dtypes and (torch.float16 in dtypes or torch.bfloat16 not in dtypes)
+        if self.master_weights == "bf16_remainder" and has_others:
+            raise ValueError(
+                f"master_weights='bf16_remainder' is for bfloat16 parameters, {of}: a remainder makes a float32 of a "
+                "bfloat16; use master_weights='auto'"
+            )
 
     def wire_of(self, dtype: torch.dtype) -> torch.dtype:
         """Of the buckets in which gradients of parameters of ``dtype`` are reduced."""

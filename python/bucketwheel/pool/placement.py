@@ -164,7 +164,15 @@ def waits_of(
     A stream does its work in the order of the steps, and of ``intervals`` within a step. It is behind what it has waited for,
     and so behind all that this was behind. Who uses a lifetime beside the stream that acquires it waits for that stream first.
     """
-    users = _users_of(sizes, intervals, streams)
+    lives = [Lifetime(key, number) for key in intervals if sizes[key] for number in range(len(intervals[key]))]
+    users: dict[Lifetime, tuple[Hashable, ...]] = {life: (life,) for life in lives}  # the stream that acquires first
+    if streams is not None:
+        for key in intervals:
+            if key not in streams or len(streams[key]) != len(intervals[key]):
+                raise ValueError(f"streams[{key!r}] is {streams.get(key)}, for {len(intervals[key])} intervals")
+        for life in lives:
+            producer, rest = streams[life.key][life.number]
+            users[life] = tuple(dict.fromkeys((producer, *rest)))
     events = sorted(
         ((intervals[life.key][life.number][1 - is_start], is_start, at), life)
         for at, life in enumerate(users)
@@ -200,21 +208,6 @@ def waits_of(
                     if not ahead[stream]:
                         del clocks[stream]
     return tuple(waits)
-
-
-def _users_of(
-    sizes: Mapping[Key, int], intervals: Mapping[Key, Sequence[Interval]], streams: Mapping[Key, Sequence[Users]] | None
-) -> dict[Lifetime, tuple[Hashable, ...]]:
-    """Of the lifetimes that have bytes: the stream that acquires first."""
-    lives = [Lifetime(key, number) for key in intervals if sizes[key] for number in range(len(intervals[key]))]
-    if streams is None:
-        return {life: (life,) for life in lives}
-    for key in intervals:
-        if key not in streams or len(streams[key]) != len(intervals[key]):
-            raise ValueError(f"streams[{key!r}] is {streams.get(key)}, for {len(intervals[key])} intervals")
-    return {
-        life: tuple(dict.fromkeys((own, *others))) for life in lives for own, others in [streams[life.key][life.number]]
-    }
 
 
 def _learn(clock: _Clock, other: _Clock) -> None:

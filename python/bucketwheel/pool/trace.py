@@ -74,8 +74,7 @@ class Lifetimes:
     def _reserved(self, intervals: list[Interval], acquires: list[int], count: int) -> list[Interval]:
         """``intervals`` of a key, each until ``count`` of the sorted ``acquires`` have come behind it."""
         found = []
-        next_starts = [start for start, _ in intervals[1:]] + [self.steps]
-        for (start, stop), next_start in zip(intervals, next_starts, strict=True):
+        for (start, stop), (next_start, _) in itertools.pairwise([*intervals, (self.steps, self.steps)]):
             last = bisect_left(acquires, stop) + count - 1
             until = acquires[last] + 1 if last < len(acquires) else self.steps
             found.append((start, min(max(stop, until), next_start)))

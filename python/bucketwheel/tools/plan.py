@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +28,10 @@ _LISTED_KEYS = 20
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A trace of one of the formats. ``where``: the place in the code of the last acquire, by key."""
-
-    name: str
-    lifetimes: Lifetimes  # its ``keys`` are None for a snapshot
-    align: int = 512
-    where: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Replay:
-    """What `place` and the policies make of a recording."""
+    """What `place` and the policies make of a trace."""
 
-    recording: Recording
+    lifetimes: Lifetimes
     plan: Plan
     results: dict[str, tuple[Placement | str, float]]  # by policy: a placement or why there is none, and milliseconds
 
@@ -70,15 +60,15 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.plot and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install bucketwheel[plot]")
-        recording = read(options.trace, options.device, _slack(options.slack))
-        found = replay(recording, recording.align if options.align is None else options.align, options.effort)
+        name, lifetimes, align, where = read(options.trace, options.device, _slack(options.slack))
+        found = replay(name, lifetimes, align if options.align is None else options.align, options.effort)
         told = facts(found, options.policy)
         if options.plot:
             tetris.drawn(found, options.policy or "place").savefig(options.plot)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(told) if options.json else render(told, recording.where))
+    print(json.dumps(told) if options.json else render(told, where))
     return 0
 
 
@@ -92,26 +82,29 @@ def _slack(options: list[str]) -> dict[str, int]:
     return found
 
 
-def read(path: Path, device: int | None = None, slack: Mapping[str, int] | None = None) -> Recording:
-    """The recording in a file. ValueError naming file and record for a bad one."""
+def read(
+    path: Path, device: int | None = None, slack: Mapping[str, int] | None = None
+) -> tuple[str, Lifetimes, int, dict[str, str]]:
+    """Of the trace in a file the name, the lifetimes (whose ``keys`` are None for a snapshot), the alignment, and by key the
+    place in the code of the last acquire. ValueError naming file and record for a bad one."""
     from bucketwheel.pool import foreign_traces
     from bucketwheel.pool.trace import Trace
 
     first = foreign_traces.first_byte(path)
     if first not in (b"\x80", b"{"):  # of a pickle since protocol 2, and of JSON
         found = foreign_traces.from_csv(path)
-        return Recording(path.name, found.with_slack(slack) if slack else found)
+        return path.name, found.with_slack(slack) if slack else found, 512, {}
     trace = Trace.load(path) if first == b"{" else foreign_traces.from_snapshot(path, device)
     found = trace.lifetimes(slack)
     where = {event.key: event.where for event in trace.events if event.where and event.key}
-    return Recording(trace.name, found if first == b"{" else replace(found, keys=None), trace.align, where)
+    return trace.name, found if first == b"{" else replace(found, keys=None), trace.align, where
 
 
-def replay(recording: Recording, align: int, effort: int = 20_000) -> Replay:
+def replay(name: str, found: Lifetimes, align: int, effort: int = 20_000) -> Replay:
     from bucketwheel.pool.plan import Plan
     from bucketwheel.pool.policies import MANY_LIFETIMES, POLICIES
 
-    name, found, clock = recording.name, recording.lifetimes, time.perf_counter
+    clock = time.perf_counter
     lifetimes = sum(map(len, found.intervals.values()))
     # In one stream nothing is a wait. Without streams every reuse would be one.
     streams = found.streams or {key: [(0, ())] * len(intervals) for key, intervals in found.intervals.items()}
@@ -125,12 +118,12 @@ def replay(recording: Recording, align: int, effort: int = 20_000) -> Replay:
         began = clock()
         placement = rule(plan.sizes, plan.intervals, keys=keys, streams=streams, align=align)
         results[policy] = placement or why, 1e3 * (clock() - began)
-    return Replay(recording, plan, results)
+    return Replay(found, plan, results)
 
 
 def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
     """All that is to be told, as values that JSON can hold; with the offsets of ``policy``."""
-    plan, lifetimes = replay.plan, replay.recording.lifetimes
+    plan, lifetimes = replay.plan, replay.lifetimes
     step, keys = plan.peak()
     rows: dict[str, Any] = {}
     for name, (found, ms) in replay.results.items():
@@ -145,7 +138,7 @@ def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
             "ms": round(ms, 2),
         }
     told = {
-        "trace": replay.recording.name,
+        "trace": plan.name,
         "keys": len(lifetimes.sizes),
         "lifetimes": sum(map(len, lifetimes.intervals.values())),
         "steps": lifetimes.steps,

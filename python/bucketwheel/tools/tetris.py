@@ -21,7 +21,7 @@ def drawn(replay: Replay, policy: str) -> Any:
 
     from bucketwheel.pool.placement import aligned
 
-    plan, lifetimes = replay.plan, replay.recording.lifetimes
+    plan, lifetimes = replay.plan, replay.lifetimes
     found = replay.placement(policy)
     power = min(max(found.total_bytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     scale = 1 << 10 * power
@@ -43,6 +43,6 @@ def drawn(replay: Replay, policy: str) -> Any:
     axes.axvspan(step, step + 1, color="black", alpha=0.25, label=f"peak: step {step:,}")
     axes.set(xlim=(0, max(lifetimes.steps, 1)), ylim=(0, max(found.total_bytes / scale * 1.05, 1)))
     axes.set(xlabel="step", ylabel=f"offset, {_UNITS[power]}")
-    axes.set_title(f"{replay.recording.name}, {policy}: {found.total_bytes:,} bytes for a load of {plan.load_bytes:,}")
+    axes.set_title(f"{plan.name}, {policy}: {found.total_bytes:,} bytes for a load of {plan.load_bytes:,}")
     figure.legend(loc="outside right upper", fontsize="small")
     return figure
