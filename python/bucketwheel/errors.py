@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 __all__ = [
@@ -128,9 +128,7 @@ class CommTimeout(CommError, TimeoutError):
             known; empty if nobody knows.
     """
 
-    def __init__(
-        self, *message: object, last_seqs: tuple[int | None, ...] | list[int | None] = (), **facts: Any
-    ) -> None:
+    def __init__(self, *message: object, last_seqs: Iterable[int | None] = (), **facts: Any) -> None:
         super().__init__(*message, **facts)
         self.last_seqs = tuple(last_seqs)
 

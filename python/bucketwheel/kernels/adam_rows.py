@@ -261,7 +261,7 @@ class AdamRows:
         """
         self._param_of_row.append(param)
         self._param_index = None
-        row: int = self.table.add(
+        return self.table.add(
             p,
             g,
             state["exp_avg"],
@@ -273,7 +273,6 @@ class AdamRows:
             param=param,
             param_begin=param_begin,
         )
-        return row
 
     def begin_step(
         self,

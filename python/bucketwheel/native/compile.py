@@ -53,19 +53,15 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
     ``lock``: the file descriptor of the lock of ``folder``, [Note: a builder that is killed]. None: nobody else uses it.
     """
     module = f"../{recipe.module.file}"
-    lines, commands = [_RULES], {}  # by what they make; all are run in csrc/
+    commands, made_of = {}, {}  # by what they make; all are run in csrc/
     for unit in units(recipe):
         out = f"../{unit[-1].path.replace('/', '_')}.o"
         commands[out] = shlex.join(command(recipe, toolchain, *unit, out=Path(out)))
-        lines += [
-            f"build {out}: compile {' '.join(source.path for source in unit)}",
-            f"  cmd = {commands[out].replace('$', '$$')}",
-        ]
-    objects = list(commands)
-    linker = toolchain.nvcc or toolchain.cxx
-    commands[module] = shlex.join([*linker, "-o", module, *objects, *recipe.link_flags])
-    lines += [f"build {module}: link {' '.join(objects)}", f"  cmd = {commands[module].replace('$', '$$')}", ""]
-    (folder / "build.ninja").write_text("\n".join(lines))
+        made_of[out] = f"compile {' '.join(source.path for source in unit)}"
+    made_of[module] = f"link {' '.join(commands)}"
+    commands[module] = shlex.join([*(toolchain.nvcc or toolchain.cxx), "-o", module, *commands, *recipe.link_flags])
+    rules = [f"build {out}: {made_of[out]}\n  cmd = {text.replace('$', '$$')}\n" for out, text in commands.items()]
+    (folder / "build.ninja").write_text("".join([_RULES, *rules]))
 
     # ninja starts commands in the order of the targets that it is given; the list of sources has slow ones first.
     argv = [find_ninja(), "-f", "../build.ninja", f"-j{len(os.sched_getaffinity(0))}", *commands]

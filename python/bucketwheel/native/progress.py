@@ -5,6 +5,7 @@ Each reads from the log of the build how far ninja is, which goes on without its
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -19,7 +20,7 @@ _DRAW_S = 0.5
 _DONE = re.compile(r"^\[(\d+)/(\d+)", re.MULTILINE)
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Of the build of ``module`` that writes to ``log``, in a build folder with build.ninja. A context: it removes its bar."""
 
     def __init__(self, module: Module, log: Path, folder: Path) -> None:
@@ -27,9 +28,6 @@ class Progress:
         self._start = time.monotonic()
         self._is_terminal = getattr(sys.stderr, "isatty", bool)()
         self._pause_s = self._next_s = _DRAW_S if self._is_terminal else REPORT_S
-
-    def __enter__(self) -> Progress:
-        return self
 
     def show(self, by: str = "") -> None:
         """If it is time. ``by``: who builds, where that is another process. To be called several times a second."""
