@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketwheel.checkpoint import Reader, Writer
-from bucketwheel.checkpoint.reader import part_of
+from bucketwheel.checkpoint.live import part_of
 from tests.unit.test_writer import assert_equal, blank, save, some_state, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

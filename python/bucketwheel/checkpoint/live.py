@@ -105,6 +105,13 @@ def _view(flat: Tensor, box: Box, at: int) -> Tensor:
     return flat.as_strided(box.sizes, box.strides, flat.storage_offset() + at + box.begin)
 
 
+def part_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of the box of ``sizes`` that begins at ``offsets``."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def parts_of(views: Mapping[str, Tensor], name: str) -> tuple[Tensor, ...]:
     """What a state is made of, as it is saved: itself, or the parameter and the remainder of its master."""
     if name == "master_param" and "remainder" in views:

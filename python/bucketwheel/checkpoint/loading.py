@@ -26,9 +26,9 @@ from torch.nn.parameter import is_lazy
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.everyone import everyone_of
 from bucketwheel.checkpoint.format import folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
+from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, part_of, parts_of
 from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
-from bucketwheel.checkpoint.reader import Reader, part_of, pieces_of
+from bucketwheel.checkpoint.reader import Reader, pieces_of
 from bucketwheel.checkpoint.saving import EXTRA_OF, WHOLE, finish_before, is_extra_state, model_tensors
 from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
+from bucketwheel.checkpoint.live import part_of
 from bucketwheel.torch_internals import call_of_torch
 
 if TYPE_CHECKING:  # it takes a second, and who calls the methods below has imported it
@@ -190,10 +191,7 @@ class TensorShard(Tensor):
         if other.shape != self.shape:
             raise RuntimeError(f"copy_: {self!r} takes a tensor of its shape, not {tuple(other.shape)}")
         for box in self.boxes:
-            there = other
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                there = there.narrow(dim, offset, size)
-            self.view_of(box).copy_(there)
+            self.view_of(box).copy_(part_of(other, box.offsets, box.sizes))
 
     def _refuse(self, func: Any) -> NoReturn:
         rank, world = self.part

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import boxes_of
-from bucketwheel.checkpoint.live import value_of
+from bucketwheel.checkpoint.live import part_of, value_of
 from bucketwheel.checkpoint.on_disk import save_whole
 from bucketwheel.checkpoint.param_numbers import follow_names, numbers_of
 from bucketwheel.checkpoint.plain_values import as_plain
@@ -201,14 +201,6 @@ def _names_in(model: torch.nn.Module, number_of: Mapping[Tensor, int]) -> dict[T
 # --- from one rank to all ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Stands for a state until that is sent."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def spread(optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: int) -> dict[str, Any]:
     """What `plan_load` takes, on every rank, of the dict that rank ``src`` has (None: each has it). Its states are sent when
     they are loaded, those of frozen parameters at once. Collective."""
@@ -220,7 +212,7 @@ def spread(optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: in
         if src in (None, rank):
             if given is None:
                 raise ValueError(f"load_full_state_dict: rank {rank} is to have the dict and was given None")
-            saved = _as_ours(optimizer, _opened(given))
+            saved = _as_ours(optimizer, given)
             entries = {key: entry for key, entry in saved["state"].items() if entry}
             groups = [{key: _on_cpu(value) for key, value in group.items()} for group in saved["param_groups"]]
             header = pickle.dumps((groups, {key: _without_data(key, entry) for key, entry in entries.items()}))
@@ -236,15 +228,17 @@ def spread(optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: in
     for theirs, ours in zip(groups, optimizer.param_groups, strict=False):
         for key, p in zip(theirs["params"], ours["params"], strict=False):
             info, entry = infos.get(p), state.get(key, {})
-            for name, like in [(name, like) for name, like in entry.items() if isinstance(like, _Tensor)]:
-                if info is None:
+            for name, like in entry.items():
+                is_sent_later = isinstance(like, Tensor) and like.is_meta
+                if is_sent_later and info is None:
                     entry[name] = sender.whole(key, name, like)
-                else:
+                elif is_sent_later and info is not None:
                     entry[name] = StoredState(like.shape, partial(sender.load, info, key, name, like.dtype))
     return {"state": state, "param_groups": groups}
 
 
 def _without_data(key: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts a tensor on the meta device in the place of each state until that is sent."""
     found: dict[str, Any] = {}
     for name, value in entry.items():
         if isinstance(value, Tensor) and type(value) is not Tensor:
@@ -254,7 +248,7 @@ def _without_data(key: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
                 "them; load_state_dict takes parts"
             )
         is_state = isinstance(value, Tensor) and name != "step"
-        found[name] = _Tensor(value.shape, value.dtype) if is_state else _on_cpu(value)
+        found[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_state else _on_cpu(value)
     return found
 
 
@@ -281,7 +275,7 @@ class _Sender:
                         load_master(views[0], {"remainder": views[1]}, value.float())
                     at += hi - lo
 
-    def whole(self, key: Any, name: str, like: _Tensor) -> Tensor:
+    def whole(self, key: Any, name: str, like: Tensor) -> Tensor:
         """On the CPU of every rank: nobody has divided it yet."""
         found = torch.empty(like.shape, dtype=like.dtype, device="cpu")
         for begin, end, chunk in self._chunks(key, name, like.shape, found.stride(), like.dtype, [(0, found.numel())]):
@@ -296,24 +290,20 @@ class _Sender:
         for begin, end, chunk in _chunks(self.buffer, ranges, dtype):
             if value is not None:
                 for box in boxes_of(shape, stride, [(begin, end)]):
-                    of = tuple(slice(first, first + n) for first, n in zip(box.offsets, box.sizes, strict=True))
-                    chunk.as_strided(box.sizes, box.strides, box.begin).copy_(value[of])
+                    place = chunk.as_strided(box.sizes, box.strides, box.begin)
+                    place.copy_(part_of(value, box.offsets, box.sizes))
             if self.src is not None:
                 self.engine.broadcast(chunk, self.src)
             yield begin, end, chunk
 
 
-def _opened(given: Any) -> Mapping[str, Any]:
-    """The dict. Tensors of a file stay in it until they are read."""
+def _as_ours(optimizer: ShardedAdamW, given: Any) -> Mapping[str, Any]:
+    """The dict with ``state`` and ``param_groups``, which are in our order where both have names. Tensors of a file stay in
+    it until they are read."""
     if isinstance(given, (str, os.PathLike)):
         given = torch.load(given, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(given, Mapping):
         raise TypeError(f"load_full_state_dict takes a dict, a path or None, got {type(given).__name__}")
-    return given
-
-
-def _as_ours(optimizer: ShardedAdamW, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The dict with ``state`` and ``param_groups``, which are in our order where both have names."""
     for key in ("state", "param_groups"):
         if key not in given:
             flat = any(str(name).startswith("param_groups.") for name in given)
