@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from io import BytesIO
+from collections.abc import Callable, Mapping
+from io import BytesIO, RawIOBase
 from typing import Any
 
 import torch
@@ -72,18 +72,14 @@ def _without_data(value: Any) -> Any:
 
 
 def _first_refused(path: str, value: Any) -> tuple[str, Any]:
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        children = value.items()
-    elif isinstance(value, (list, tuple)):
-        children = enumerate(value)
-    refused = ((key, inner) for key, inner in children if not _loads(inner))
-    for key, inner in refused:
-        return _first_refused(f"{path}[{key!r}]", inner)
+    children = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    for key, inner in children.items() if isinstance(children, Mapping) else ():
+        if not _loads(inner):
+            return _first_refused(f"{path}[{key!r}]", inner)
     return path, value
 
 
-class _Sum:
+class _Sum(RawIOBase):
     """A file that keeps the checksum of what is written to it."""
 
     crc = 0
@@ -91,9 +87,6 @@ class _Sum:
     def write(self, data: Any) -> int:
         self.crc = core.crc32c(data, self.crc)
         return len(data)
-
-    def flush(self) -> None:
-        pass
 
 
 class _Digester(pickle.Pickler):

@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn import Module, Parameter
 
-from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.everyone import Board, Everyone, FailedElsewhere, everyone_of
 from bucketwheel.checkpoint.format import Stored, Sums, describe, folder_of
 from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
@@ -218,33 +217,26 @@ class _Contents:
             return
         world = self.engine.part[1]
         turns = _Turns(self.size // world, self.rank // world)
-        of_param: dict[int, list[tuple[str, _Sharded]]] = {}
+        of_param: dict[int, list[tuple[str, str]]] = {}
         for key, leaf in leaves.items():
             if key not in self.same:
-                of_param.setdefault(leaf.info.index, []).append((key, leaf))
+                of_param.setdefault(leaf.info.index, []).append((key, leaf.name))
         for index in dict.fromkeys([*self.engine.write_order(), *of_param]):  # those without elements are in no bucket
-            if index in of_param:
-                boxes = live_boxes(self.engine, self.engine.infos[index])
-                for key, leaf in of_param[index]:
-                    self._add_boxes(key, leaf, boxes, turns)
-
-    def _add_boxes(
-        self, key: str, leaf: _Sharded, boxes: Sequence[tuple[Box, dict[str, Tensor]]], turns: _Turns
-    ) -> None:
-        assert self.engine is not None
-        info, states = leaf.info, self.engine.states[leaf.info.index]
-        what = "parameter" if leaf.name == PARAM else f"the state {leaf.name!r} of parameter"
-        source = info.param if leaf.name == PARAM else states[leaf.name if leaf.name in states else "remainder"]
-        others = ", or of another whose states lie beside it," if leaf.name != PARAM and self.engine.part[1] > 1 else ""
-        watched = Watched(f"{what} {info.name!r}{others}", source)
-        for box, all_views in boxes:
-            views = parts_of(all_views, leaf.name)
-            dtype = torch.float32 if len(views) > 1 else views[0].dtype
-            nbytes = box.numel * dtype.itemsize
-            if turns.is_mine(nbytes):
-                data = LiveTensor(self.staging, info.index, views, dtype, watched)
-                index = MetadataIndex(key, torch.Size(box.offsets))
-                self.items.append(_Item(index, tuple(info.param.shape), data, nbytes))
+            info, states = self.engine.infos[index], self.engine.states[index]
+            boxes = live_boxes(self.engine, info) if index in of_param else []
+            for key, name in of_param.get(index, ()):
+                what = "parameter" if name == PARAM else f"the state {name!r} of parameter"
+                source = info.param if name == PARAM else states[name if name in states else "remainder"]
+                others = ", or of another whose states lie beside it," if name != PARAM and world > 1 else ""
+                watched = Watched(f"{what} {info.name!r}{others}", source)
+                for box, all_views in boxes:
+                    views = parts_of(all_views, name)
+                    dtype = torch.float32 if len(views) > 1 else views[0].dtype
+                    nbytes = box.numel * dtype.itemsize
+                    if turns.is_mine(nbytes):
+                        data = LiveTensor(self.staging, index, views, dtype, watched)
+                        place = MetadataIndex(key, torch.Size(box.offsets))
+                        self.items.append(_Item(place, tuple(info.param.shape), data, nbytes))
 
     def _add_others(self, leaves: Mapping[str, Any]) -> None:
         """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""

@@ -92,9 +92,10 @@ class LiveTensor:
         most = staging.chunk_bytes // dtype.itemsize
         self._chunks = [_Chunk(part, dtype, watched) for part in split_views(views, most)]
         if index is not None:
-            staging.add(index, self._chunks)
+            staging._of_param.setdefault(index, []).extend(self._chunks)
 
     def chunks(self) -> Iterator[Tensor]:
+        """Its bytes in row-major order, as contiguous tensors on the CPU. One is used until the next is asked for."""
         for chunk in self._chunks:
             yield from self._staging.read(chunk)
 
@@ -119,9 +120,6 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def add(self, index: int, chunks: Sequence[_Chunk]) -> None:
-        self._of_param.setdefault(index, []).extend(chunks)
-
     def reserve(self, nbytes: int) -> bool:
         """Whether a copy that lasts as long as the save fits; then it counts."""
         if self._held_bytes + nbytes + self.chunk_bytes > self._limit_bytes:
@@ -145,26 +143,25 @@ class Staging:
         else:
             memory = chunk.staged
             if memory is None:
-                memory = self._own_memory(chunk.nbytes)
+                with self._changed:
+                    if self._own is None:
+                        self._own = self._new_memory(self.chunk_bytes)
+                        self._hold(0)
+                memory = self._own[: chunk.nbytes]
                 self._copy(chunk, memory)
             if chunk.copied is not None:
                 chunk.copied.synchronize()
             yield memory
         with self._changed:
             chunk.progress = _Progress.SAFE
-            if chunk.staged is not None:
-                self._give_back(chunk.staged)
+            if chunk.staged is not None and chunk.nbytes == self.chunk_bytes:
+                self._free.append(chunk.staged)
+            elif chunk.staged is not None:
+                self._held_bytes -= chunk.nbytes
             chunk.staged = None
             chunk.views = ()
             self.written_bytes += chunk.nbytes
             self._changed.notify_all()
-
-    def _own_memory(self, nbytes: int) -> Tensor:
-        if self._own is None:
-            with self._changed:
-                self._own = self._new_memory(self.chunk_bytes)
-                self._hold(0)
-        return self._own[:nbytes]
 
     def end(self, error: BaseException | None) -> None:
         """All is written, or nothing more will be: nobody waits any longer."""
@@ -253,12 +250,6 @@ class Staging:
         self._held_bytes += nbytes
         own = 0 if self._own is None else self.chunk_bytes
         self.stats.peak_staging_bytes = max(self.stats.peak_staging_bytes, self._held_bytes + own)
-
-    def _give_back(self, memory: Tensor) -> None:
-        if memory.numel() == self.chunk_bytes:
-            self._free.append(memory)
-        else:
-            self._held_bytes -= memory.numel()
 
     def _new_memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -34,6 +34,7 @@ from bucketwheel import torch_internals
 from bucketwheel.checkpoint.format import ATTRIBUTE, METADATA, VERSION, Stored, Sums, folder_of, packed, packed_sums
 from bucketwheel.checkpoint.live import split_views
 from bucketwheel.checkpoint.on_disk import sync_path
+from bucketwheel.checkpoint.staging import LiveTensor
 from bucketwheel.device import buffer_of
 from bucketwheel.errors import CheckpointError, expect_int
 from bucketwheel.native import core
@@ -48,16 +49,6 @@ _IN_PLACE_BYTES = 1 << 18  # what is smaller is copied: a write has its own cost
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 _DATA = re.compile(r"data-[0-9a-f]{12}")
-
-
-class ChunkedTensor(Protocol):
-    """What `DataFile.add` takes beside tensors: one whose bytes come piece by piece."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Its bytes in row-major order, as contiguous tensors on the CPU. One is used until the next is asked for."""
 
 
 def _address(memory: memoryview) -> int:
@@ -115,7 +106,7 @@ class DataFile:
         self._filled = 0  # of the buffer
         self._staging: torch.Tensor | None = None  # made for the first data that cannot be written from where it lies
 
-    def add(self, index: MetadataIndex, data: torch.Tensor | ChunkedTensor | BytesIO) -> WriteResult:
+    def add(self, index: MetadataIndex, data: torch.Tensor | LiveTensor | BytesIO) -> WriteResult:
         """Write one box of a tensor, or the bytes of another object.
 
         Raises `TypeError` for a tensor without strided memory, `OSError` if the disk is full.
