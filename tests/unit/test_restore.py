@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bucketwheel.checkpoint.restore import Offer, Sources, find_sources
+from bucketwheel.checkpoint.restore import Offer, find_sources
 
 LAYOUTS = ["a", "b", "c"]
 
@@ -20,24 +20,22 @@ def ring(*ranges: tuple[int, int, int, int]) -> list[list[Offer]]:
 
 def test_a_rank_keeps_to_its_own_copy_where_that_will_do() -> None:
     offers = ring((3, 6, 2, 5), (3, 5, 3, 6), (2, 6, 3, 6))
-    assert find_sources(LAYOUTS, offers) == Sources(6, [(0, 0), (2, 1), (2, 0)]), "only rank 2 has shard 1 at step 6"
-    assert find_sources(LAYOUTS, ring(*[(3, 6, 3, 6)] * 3)) == Sources(6, [(0, 0), (1, 0), (2, 0)])
+    assert find_sources(LAYOUTS, offers) == (6, [(0, 0), (2, 1), (2, 0)]), "only rank 2 has shard 1 at step 6"
+    assert find_sources(LAYOUTS, ring(*[(3, 6, 3, 6)] * 3)) == (6, [(0, 0), (1, 0), (2, 0)])
 
 
 def test_the_shard_of_a_lost_rank_comes_from_its_neighbour() -> None:
     offers = ring((4, 7, 4, 6), (4, 7, 4, 7), (4, 7, 4, 7))
-    assert find_sources(LAYOUTS, [offers[0], [], offers[2]]) == Sources(7, [(0, 0), (2, 1), (2, 0)])
-    assert find_sources(LAYOUTS, [offers[0], offers[1], []]) == Sources(6, [(0, 0), (1, 0), (0, 1)]), (
-        "all go back with it"
-    )
+    assert find_sources(LAYOUTS, [offers[0], [], offers[2]]) == (7, [(0, 0), (2, 1), (2, 0)])
+    assert find_sources(LAYOUTS, [offers[0], offers[1], []]) == (6, [(0, 0), (1, 0), (0, 1)]), "all go back with it"
 
 
 def test_the_newest_complete_run_counts() -> None:
     old, new = ring(*[(3, 6, 3, 6)] * 3), [[offer(0, 8, 9, run="new")], [offer(1, 8, 9, run="new")], []]
     both = [a + b for a, b in zip(old, new, strict=True)]
-    assert find_sources(LAYOUTS, both) == Sources(6, [(0, 0), (1, 0), (2, 0)])
+    assert find_sources(LAYOUTS, both) == (6, [(0, 0), (1, 0), (2, 0)])
     both[0].append(offer(2, 8, 9, run="new"))
-    assert find_sources(LAYOUTS, both) == Sources(9, [(0, 2), (1, 2), (0, 3)])
+    assert find_sources(LAYOUTS, both) == (9, [(0, 2), (1, 2), (0, 3)])
 
 
 @pytest.mark.parametrize(
@@ -57,5 +55,5 @@ def test_what_is_missing_is_said(offers: list[list[Offer]], message: str) -> Non
 
 
 def test_a_change_from_outside_that_reached_all_is_no_obstacle() -> None:
-    assert find_sources(LAYOUTS, [[offer(r, 4, 4, base=4)] for r in range(3)]).step == 4
-    assert find_sources(LAYOUTS, [[offer(0, 4, 6, base=4)], [offer(1, 4, 5, base=3)], [offer(2, 5, 9)]]).step == 5
+    assert find_sources(LAYOUTS, [[offer(r, 4, 4, base=4)] for r in range(3)])[0] == 4
+    assert find_sources(LAYOUTS, [[offer(0, 4, 6, base=4)], [offer(1, 4, 5, base=3)], [offer(2, 5, 9)]])[0] == 5

@@ -210,28 +210,23 @@ def _expect_items(entries: Mapping[str, Any], items: Mapping[MetadataIndex, Stor
     """The boxes of a tensor lie within its shape and have as many elements, and each item is stored. Checksums protect what
     our writer wrote; of another's checkpoint this shows that nothing is missing."""
     for fqn, entry in entries.items():
-        if isinstance(entry, BytesStorageMetadata):
-            _expect_item(MetadataIndex(fqn), items, None)
-            continue
-        places = [zip(chunk.offsets, chunk.sizes, entry.size, strict=True) for chunk in entry.chunks]
-        is_inside = all(at >= 0 and n >= 0 and at + n <= size for place in places for at, n, size in place)
-        numel = sum(chunk.sizes.numel() for chunk in entry.chunks)
-        if not is_inside or numel != entry.size.numel() or not entry.chunks:
-            _refuse(f"{len(entry.chunks)} boxes of {fqn!r}, {numel} elements, are not its shape {tuple(entry.size)}")
-        for chunk in entry.chunks:
-            nbytes = chunk.sizes.numel() * entry.properties.dtype.itemsize
-            _expect_item(MetadataIndex(fqn, chunk.offsets), items, nbytes)
-
-
-def _expect_item(index: MetadataIndex, items: Mapping[MetadataIndex, Stored], nbytes: int | None) -> None:
-    """``nbytes``: of its data; None for an object, which is all data."""
-    stored = items.get(index)
-    if stored is None:
-        _refuse(f"{index.fqn!r} at {index.offset} is not stored")
-    nbytes = stored.length if nbytes is None else nbytes
-    sums = stored.sums or Sums(0, nbytes, 0, b"")
-    if min(stored.offset, stored.length - sums.begin - nbytes) < 0 or sums.nbytes != nbytes:
-        _refuse(f"{index.fqn!r} at {index.offset}, {nbytes} bytes of data, does not fit its place in {stored.path}")
+        is_object = isinstance(entry, BytesStorageMetadata)
+        chunks: list[Any] = [None] if is_object else entry.chunks
+        if not is_object:
+            places = [zip(chunk.offsets, chunk.sizes, entry.size, strict=True) for chunk in chunks]
+            is_inside = all(at >= 0 and n >= 0 and at + n <= size for place in places for at, n, size in place)
+            numel = sum(chunk.sizes.numel() for chunk in chunks)
+            if not is_inside or numel != entry.size.numel() or not chunks:
+                _refuse(f"{len(chunks)} boxes of {fqn!r}, {numel} elements, are not its shape {tuple(entry.size)}")
+        for chunk in chunks:
+            index = MetadataIndex(fqn, None if is_object else chunk.offsets)
+            stored = items.get(index)
+            if stored is None:
+                _refuse(f"{fqn!r} at {index.offset} is not stored")
+            nbytes = stored.length if is_object else chunk.sizes.numel() * entry.properties.dtype.itemsize
+            sums = stored.sums or Sums(0, nbytes, 0, b"")
+            if min(stored.offset, stored.length - sums.begin - nbytes) < 0 or sums.nbytes != nbytes:
+                _refuse(f"{fqn!r} at {index.offset}, {nbytes} bytes of data, does not fit its place in {stored.path}")
 
 
 def _expect_files(folder: Path, items: Iterable[Stored], files: Mapping[str, int] | None) -> None:

@@ -84,15 +84,13 @@ def live_boxes(engine: Engine, info: ParamInfo) -> list[tuple[Box, dict[str, Ten
     """The boxes that this rank owns of a parameter, each with views of its sizes: of the parameter (`PARAM`) and of each
     state. Together, the ranks that states are sharded over have each element once."""
     shape, states = info.param.shape, engine.states[info.index]
+    parts, ranges = engine.value_parts(info.index), engine.owned_ranges(info.index)
     if info.param.numel() == 0:  # one rank must say that there is such a tensor
-        (box,) = boxes_of(shape, info.stride, [(0, 0)])
-        empty = {PARAM: info.param.detach(), **states}
-        views = {name: like.new_empty(box.sizes) for name, like in empty.items()}
-        return [(box, views)] if engine.part[0] == 0 else []
+        parts, ranges = ([info.param.detach()], [(0, 0)]) if engine.part[0] == 0 else ([], [])
     flat = {name: state.as_strided((state.numel(),), (1,)) for name, state in states.items()}
     found = []
     at = 0
-    for values, (begin, end) in zip(engine.value_parts(info.index), engine.owned_ranges(info.index), strict=True):
+    for values, (begin, end) in zip(parts, ranges, strict=True):
         for box in boxes_of(shape, info.stride, [(begin, end)]):
             views = {name: _view(state, box, at) for name, state in flat.items()}
             found.append((box, {PARAM: _view(values, box, 0), **views}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,8 @@ class _Overtaken(CheckpointError):
     """Raised by all ranks: since one of them read ``.metadata``, a save has replaced the checkpoint."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    """What is to be read of a stored box, and where it goes."""
-
-    item: ReadItem
-    views: Sequence[Tensor]  # a tensor, or a parameter and the remainder of its master
-    is_at_once: bool = False  # while it is checked, into moments that were zeros
+# What is to be read of a stored box, and where it goes: into a tensor, or a parameter and the remainder of its master.
+_Read = tuple[ReadItem, Sequence[Tensor]]
 
 
 class _Checkpoint:
@@ -109,7 +104,8 @@ class _Checkpoint:
         self._own_loading: tuple[Module, dict[str, Any]] | None = None
         # What is read once all ranks have checked theirs:
         self._of_model: list[_Read] = []
-        self._of_states: list[_Read] = []  # those at once among them
+        self._of_states: list[_Read] = []
+        self._at_once: list[_Read] = []  # while it is checked, into moments that were zeros
         self._extra_states: list[tuple[Module, Any]] = []
         # Until the model is loaded on all ranks: moments that were zeros, and tensors of a model that loads itself, as they were.
         self._zeros: list[Tensor] = []
@@ -138,11 +134,12 @@ class _Checkpoint:
         self.extra = self._extra()
         if self._engine is not None and self._zeros:
             self._engine.announce_write()
-        for read in sorted([*self._of_model, *self._of_states], key=self._place):
-            if read.is_at_once:
-                self._read([read], checks=True)
+        later = [(item, None) for item, _ in [*self._of_model, *self._of_states]]
+        for item, views in sorted([*later, *self._at_once], key=self._place):
+            if views is None:
+                self.reader.check(item)
             else:
-                self.reader.check(read.item)
+                self._read([(item, views)], checks=True)
         return found
 
     def end(self) -> None:
@@ -320,12 +317,13 @@ class _Checkpoint:
         for name, state in zip(saved_names(states), states.values(), strict=True):
             if name in keys:
                 self._expect_shape(keys[name], info.param.shape)
-                is_at_once = is_new and name != "master_param"
-                reads = self._reads_of(keys[name], [(box, parts_of(views, name)) for box, views in boxes], is_at_once)
-                if is_at_once:
+                reads = self._reads_of(keys[name], [(box, parts_of(views, name)) for box, views in boxes])
+                if is_new and name != "master_param":
                     self._zeros.append(state)
+                    self._at_once += reads
+                    reads = []
                 self._of_states += reads
-                entry[name] = StoredState(info.param.shape, partial(self._read, [] if is_at_once else reads))
+                entry[name] = StoredState(info.param.shape, partial(self._read, reads))
         return entry
 
     def _groups(self, ours: Sequence[dict[str, Any]], names: Mapping[Tensor, Sequence[str]]) -> list[dict[str, Any]]:
@@ -357,32 +355,29 @@ class _Checkpoint:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def _reads_of(
-        self, key: str, boxes: Sequence[tuple[Box, Sequence[Tensor]]], is_at_once: bool = False
-    ) -> list[_Read]:
+    def _reads_of(self, key: str, boxes: Sequence[tuple[Box, Sequence[Tensor]]]) -> list[_Read]:
         """What is to be read of a tensor into views of boxes of it; masters in parts of a chunk, since they are joined."""
         found: list[_Read] = []
         chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in boxes]
         for item in create_read_items_for_chunk_list(key, self._entries[key], chunks):
             views = [part_of(view, item.dest_offsets, item.lengths) for view in boxes[item.dest_index.index or 0][1]]
             if len(views) == 1:
-                found.append(_Read(item, views, is_at_once))
+                found.append((item, views))
                 continue
             strides = [item.lengths[dim + 1 :].numel() for dim in range(len(item.lengths))]
             for begin, sizes in pieces_of(item.lengths, strides, CHUNK_BYTES // 4):
                 offsets = [at + more for at, more in zip(item.storage_offsets, begin, strict=True)]
                 part = replace(item, storage_offsets=torch.Size(offsets), lengths=torch.Size(sizes))
-                found.append(_Read(part, [part_of(view, begin, sizes) for view in views]))
+                found.append((part, [part_of(view, begin, sizes) for view in views]))
         return found
 
-    def _place(self, read: _Read) -> tuple[str, int]:
-        return self.reader.place(read.item)
+    def _place(self, read: tuple[ReadItem, Any]) -> tuple[str, int]:
+        return self.reader.place(read[0])
 
     def _read(self, reads: list[_Read], *, checks: bool = False) -> None:
-        for read in sorted(reads, key=self._place):
-            views = read.views
+        for item, views in sorted(reads, key=self._place):
             target = views[0] if len(views) == 1 else torch.empty_like(views[0], dtype=torch.float32)
-            self.reader.read(read.item, target, checks=checks)
+            self.reader.read(item, target, checks=checks)
             if len(views) > 1:
                 load_master(views[0], {"remainder": views[1]}, target)
 

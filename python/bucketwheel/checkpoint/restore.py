@@ -23,12 +23,10 @@ class Offer(NamedTuple):
     newest: int
 
 
-class Sources(NamedTuple):
-    step: int
-    holders: list[tuple[int, int]]  # of each shard: the rank, and the number of its offer
+_Sources = tuple[int, list[tuple[int, int]]]  # the step; of each shard: the rank, and the number of its offer
 
 
-def find_sources(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> Sources:
+def find_sources(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> _Sources:
     """The newest step of which there are copies of all shards, and who has them. ``layouts``: of the new optimizer's
     shards, by rank; ``offers``: by rank. ValueError that says what is missing. The same on all ranks."""
     found = [(rank, number, offer) for rank, some in enumerate(offers) for number, offer in enumerate(some)]
@@ -44,7 +42,7 @@ def find_sources(layouts: Sequence[str], offers: Sequence[Sequence[Offer]]) -> S
     return max(found_all)
 
 
-def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> Sources:
+def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offer]]) -> _Sources:
     alike = [[f for f in found if f[2].layout == layout and f[2].step >= 0] for layout in layouts]
     missing = [owner for owner, some in enumerate(alike) if not some]
     if missing:
@@ -59,7 +57,7 @@ def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offe
     bases = {offer.base for _, _, offer in chosen}
     if not all(able) or (len(bases) > 1 and max(bases) >= step):
         raise ValueError(f"a change from outside has not reached the copies of all shards at step {step}")
-    return Sources(step, [(rank, number) for rank, number, _ in chosen])
+    return step, [(rank, number) for rank, number, _ in chosen]
 
 
 def restore_from(optimizer: ShardedOptimizer, copies: Sequence[tuple[str, ShardCopy]]) -> int:
@@ -69,15 +67,15 @@ def restore_from(optimizer: ShardedOptimizer, copies: Sequence[tuple[str, ShardC
     memory = engine.shard_memory()
     layout = ShardLayout.of(memory, len(optimizer.param_groups), rank, world)
     mine = [Offer(run, copy.layout.digest, copy.base, copy.step, copy.newest) for run, copy in copies]
-    everyone = exchange(engine, [layout.digest, mine])
-    sources = find_sources([one[0] for one in everyone], [[Offer(*offer) for offer in one[1]] for one in everyone])
+    said = exchange(engine, [layout.digest, mine])
+    step, holders = find_sources([one[0] for one in said], [[Offer(*offer) for offer in one[1]] for one in said])
     link = Neighbours(engine)
-    for owner, (holder, number) in enumerate(sources.holders):
+    for owner, (holder, number) in enumerate(holders):
         if holder == rank:
-            copies[number][1].advance(sources.step)
+            copies[number][1].advance(step)
             link.send(copies[number][1].shard, owner)
     shard = torch.empty(layout.mirror.nbytes, dtype=torch.uint8, device="cpu")
-    link.receive(shard, sources.holders[rank][0])
+    link.receive(shard, holders[rank][0])
     link.finish()
     link.release()
     engine.announce_write()
@@ -85,4 +83,4 @@ def restore_from(optimizer: ShardedOptimizer, copies: Sequence[tuple[str, ShardC
         for piece, place in layout.pairs(memory, shard):
             piece.copy_(place)
     engine.share_params()
-    return sources.step
+    return step

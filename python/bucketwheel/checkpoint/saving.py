@@ -192,9 +192,8 @@ class _Contents:
             for key, leaf in planner.state_dict.items()
             if isinstance(leaf, (_Sharded, Parameter))
         }
-        self._add_sharded({key: leaf for key, leaf in planner.state_dict.items() if isinstance(leaf, _Sharded)})
-        self._add_others({key: leaf for key, leaf in planner.state_dict.items() if not isinstance(leaf, _Sharded)})
-        self._add_others({f"{WHOLE}{key}": value for key, value in odd.items()})
+        self._add_sharded(planner.state_dict)
+        self._add_others({**planner.state_dict, **{f"{WHOLE}{key}": value for key, value in odd.items()}})
         if extra is not None and self.rank == 0:
             self.add_object("extra", extra)
 
@@ -211,7 +210,7 @@ class _Contents:
                     found[key] = _Sharded(known[value], PARAM)
         return found
 
-    def _add_sharded(self, leaves: Mapping[str, _Sharded]) -> None:
+    def _add_sharded(self, leaves: Mapping[str, Any]) -> None:
         """In the order in which a step will write to them. Replicas share the boxes of their shard out among them."""
         if self.engine is None:
             return
@@ -219,7 +218,7 @@ class _Contents:
         turns = _Turns(self.size // world, self.rank // world)
         of_param: dict[int, list[tuple[str, str]]] = {}
         for key, leaf in leaves.items():
-            if key not in self.same:
+            if isinstance(leaf, _Sharded) and key not in self.same:
                 of_param.setdefault(leaf.info.index, []).append((key, leaf.name))
         for index in dict.fromkeys([*self.engine.write_order(), *of_param]):  # those without elements are in no bucket
             info, states = self.engine.infos[index], self.engine.states[index]
@@ -242,7 +241,7 @@ class _Contents:
         """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""
         turns = _Turns(self.size, self.rank)
         for key, leaf in leaves.items():
-            if key in self.same:
+            if isinstance(leaf, _Sharded) or key in self.same:
                 continue
             if isinstance(leaf, Tensor) and not is_plain(leaf):
                 raise TypeError(
@@ -431,8 +430,6 @@ class PendingSave:
         self._contents.staging.expect_good()
         self._let_go(None)
         self._file.close()
-        if not rows:  # so no item names the file
-            self._file.discard()
         self._written.set()
         return rows
 

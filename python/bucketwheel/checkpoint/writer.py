@@ -48,7 +48,6 @@ _SECTOR = 512  # where its memory begins
 _IN_PLACE_BYTES = 1 << 18  # what is smaller is copied: a write has its own cost
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-_DATA = re.compile(r"data-[0-9a-f]{12}")
 
 
 def _address(memory: memoryview) -> int:
@@ -140,12 +139,14 @@ class DataFile:
         return WriteResult(index=index, size_in_bytes=length, storage_data=stored)
 
     def close(self) -> None:
-        """The file is on disk when this returns, if ``sync``."""
+        """The file is on disk when this returns, if ``sync``. No item names a file without data, so that is removed."""
         self._set_direct(False)
         self._put(self._buffer[: self._filled])
         if self.sync:
             os.fsync(self._file.fileno())
         self._end()
+        if not self.size:
+            self.path.unlink()
 
     def discard(self) -> None:
         """Remove it, and write no more: the save has failed. No error: the disk may be full, the file gone."""
@@ -287,7 +288,7 @@ def publish(
 
     def remove_earlier() -> None:
         for path in folder.iterdir():
-            if _DATA.fullmatch(path.name) and path.name != data:
+            if re.fullmatch("data-[0-9a-f]{12}", path.name) and path.name != data:
                 shutil.rmtree(path, ignore_errors=True)
 
     return remove_earlier
@@ -344,9 +345,6 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        if not plan.items:
-            done.set_result([])
-            return done
         file = DataFile(self.path / SAVING / plan.storage_data, chunk_bytes=self.chunk_bytes, sync=self.sync)
         try:
             done.set_result([file.add(item.index, planner.resolve_data(item)) for item in plan.items])
