@@ -17,9 +17,8 @@ _Groups = Sequence[dict[str, Any]]
 
 def numbers_of(param_groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
     """Through all groups, frozen ones counted."""
-    grouped = (p for group in param_groups for p in group["params"])
     numbers: dict[Tensor, int] = {}
-    for i, p in enumerate(grouped):
+    for i, p in enumerate(p for group in param_groups for p in group["params"]):
         numbers.setdefault(p, i)
     return numbers
 

@@ -89,23 +89,20 @@ class _Sum(RawIOBase):
         return len(data)
 
 
-class _Digester(pickle.Pickler):
-    def __init__(self, file: _Sum) -> None:
-        super().__init__(file, 4)
-        self.fast = True  # no references to equal objects, which ranks may have once or twice
-        self._file = file
-
-    def persistent_id(self, value: Any) -> str | None:
-        if not isinstance(value, Tensor):
-            return None
-        torch.save(value.detach().to("cpu"), self._file)  # type: ignore[arg-type]
-        return "tensor"
+def _digested(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return _number(value)
+    file = _Sum()
+    torch.save(value.detach().to("cpu"), file)  # type: ignore[arg-type]
+    return file.crc
 
 
 def digest_of(value: Any) -> str:
     """Of a value that `expect_loadable` takes, so that ranks can compare it. Takes no memory of its size."""
     file = _Sum()
-    _Digester(file).dump(as_plain(value))
+    pickler = pickle.Pickler(file, 4)
+    pickler.fast = True  # no references to equal objects, which ranks may have once or twice
+    pickler.dump(_mapped(_digested, value))
     return f"{file.crc:08x}"
 
 

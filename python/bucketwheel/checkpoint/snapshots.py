@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import operator
 import os
 import secrets
 import threading
@@ -40,8 +39,6 @@ from bucketwheel.comm import background
 from bucketwheel.device import buffer_of, stream_of
 from bucketwheel.errors import ClosedError, CommTimeout, expect_int, failing_together
 from bucketwheel.layout.shard_memory import StepInputs
-
-_version_of = operator.attrgetter("_version")
 
 
 class _Round(NamedTuple):
@@ -163,7 +160,7 @@ class Snapshots:
     def _versions_now(self) -> list[int]:
         """They change when others than the kernel write to the shard, or when its parameters change."""
         with torch._C.DisableTorchFunctionSubclass():  # which would wait for parameters that are being gathered
-            versions = list(map(_version_of, self._memory.written))
+            versions = [tensor._version for tensor in self._memory.written]
             if self.world == 1:
                 versions += [tensor.data_ptr() for tensor in self._memory.written]
         return [id(self._engine.infos), *versions]

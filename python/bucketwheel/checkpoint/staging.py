@@ -61,17 +61,15 @@ class _Progress(enum.Enum):
     SAFE = 2  # it is in the file or in staging memory: its live memory may change
 
 
+@dataclass(slots=True, eq=False)
 class _Chunk:
-    __slots__ = ("copied", "dtype", "nbytes", "progress", "staged", "views", "watched")
-
-    def __init__(self, views: tuple[Tensor, ...], dtype: torch.dtype, watched: Watched) -> None:
-        self.views = views
-        self.dtype = dtype
-        self.watched = watched
-        self.nbytes = views[0].numel() * dtype.itemsize
-        self.progress = _Progress.LIVE
-        self.staged: Tensor | None = None  # a step's copy, bytes; until the file has them
-        self.copied: torch.cuda.Event | None = None  # CUDA: the copy, the step's or the thread's, is there
+    views: tuple[Tensor, ...]  # until the file has them
+    dtype: torch.dtype
+    nbytes: int
+    watched: Watched
+    progress: _Progress = _Progress.LIVE
+    staged: Tensor | None = None  # a step's copy, bytes; until the file has them
+    copied: torch.cuda.Event | None = None  # CUDA: the copy, the step's or the thread's, is there
 
     @property
     def is_in_place(self) -> bool:
@@ -89,8 +87,8 @@ class LiveTensor:
         self.dtype = dtype
         self.shape = views[0].shape
         self._staging = staging
-        most = staging.chunk_bytes // dtype.itemsize
-        self._chunks = [_Chunk(part, dtype, watched) for part in split_views(views, most)]
+        parts = split_views(views, staging.chunk_bytes // dtype.itemsize)
+        self._chunks = [_Chunk(part, dtype, part[0].numel() * dtype.itemsize, watched) for part in parts]
         if index is not None:
             staging._of_param.setdefault(index, []).extend(self._chunks)
 

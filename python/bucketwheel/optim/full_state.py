@@ -265,7 +265,8 @@ class _Sender:
         """This rank's part, to where it lies."""
         own, at, owned = _own(self.engine, info, name), 0, self.engine.owned_ranges(info.index)
         ranges = owned if self.src is None else [(0, info.param.numel())]
-        for begin, end, chunk in self._chunks(key, name, info.param.shape, info.stride, dtype, ranges):
+        like = torch.empty_strided(info.param.shape, info.stride, dtype=dtype, device="meta")
+        for begin, end, chunk in self._chunks(key, name, like, ranges):
             for lo, hi in ((max(first, begin), min(last, end)) for first, last in owned):
                 if lo < hi:
                     views, value = [part[at : at + hi - lo] for part in own], chunk[lo - begin : hi - begin]
@@ -278,18 +279,16 @@ class _Sender:
     def whole(self, key: Any, name: str, like: Tensor) -> Tensor:
         """On the CPU of every rank: nobody has divided it yet."""
         found = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-        for begin, end, chunk in self._chunks(key, name, like.shape, found.stride(), like.dtype, [(0, found.numel())]):
+        for begin, end, chunk in self._chunks(key, name, found, [(0, found.numel())]):
             _flat(found)[begin:end] = chunk
         return found
 
-    def _chunks(
-        self, key: Any, name: str, shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, ranges: Any
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """Of ``ranges`` of the memory order that ``stride`` says."""
+    def _chunks(self, key: Any, name: str, like: Tensor, ranges: Any) -> Iterator[tuple[int, int, Tensor]]:
+        """Of ``ranges`` of the memory order of ``like``."""
         value = self.entries[key][name].detach() if self.entries else None
-        for begin, end, chunk in _chunks(self.buffer, ranges, dtype):
+        for begin, end, chunk in _chunks(self.buffer, ranges, like.dtype):
             if value is not None:
-                for box in boxes_of(shape, stride, [(begin, end)]):
+                for box in boxes_of(like.shape, like.stride(), [(begin, end)]):
                     place = chunk.as_strided(box.sizes, box.strides, box.begin)
                     place.copy_(part_of(value, box.offsets, box.sizes))
             if self.src is not None:

@@ -280,24 +280,20 @@ def _plan(engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str,
     loaded = _expect_states(entry, names, info.param, repr(info.name))
     for name, value in loaded.items():
         if isinstance(value, TensorShard):
-            _expect_own_part(engine, info, value, ranges)
+            if list(value.ranges) != list(ranges) or value.stride() != info.stride:
+                placed = (
+                    "" if value.param_name in ("", info.name) else f", cut as {value.param_name!r}, whose place it had"
+                )
+                raise ValueError(
+                    f"the state of {info.name!r} is rank {value.part[0]}'s part of {value.part[1]}{placed}, for the elements "
+                    f"{list(value.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part "
+                    "loads on the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, "
+                    "or a framework's own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"
+                )
             loaded[name] = value.piece
         elif not isinstance(value, StoredState):
             loaded[name] = cut(value, info, ranges)
     return {"step": int(entry["step"]), **loaded}
-
-
-def _expect_own_part(
-    engine: LocalEngine | ShardedEngine, info: ParamInfo, shard: TensorShard, ranges: Sequence[tuple[int, int]]
-) -> None:
-    if list(shard.ranges) != list(ranges) or shard.stride() != info.stride:
-        placed = "" if shard.param_name in ("", info.name) else f", cut as {shard.param_name!r}, whose place it had"
-        raise ValueError(
-            f"the state of {info.name!r} is rank {shard.part[0]}'s part of {shard.part[1]}{placed}, for the elements "
-            f"{list(shard.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part loads on "
-            "the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, or a framework's "
-            "own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"
-        )
 
 
 def cut(full: Tensor, info: ParamInfo, ranges: Sequence[tuple[int, int]]) -> Tensor:
