@@ -8,12 +8,11 @@ beginning of a row, and of the partial rows the same again, one dimension less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """Elements [offset, offset + size) in each dimension; they lie at ``begin`` of the rank's piece, with ``strides``."""
 
     offsets: tuple[int, ...]

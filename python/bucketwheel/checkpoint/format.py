@@ -17,10 +17,9 @@ import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -47,8 +46,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 _PATHS = [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """The checksums of one stored item: a box of a tensor as torch.save writes it, or the bytes of another object."""
 
     begin: int  # bytes of its header, before the data
@@ -57,8 +55,7 @@ class Sums:
     chunks: bytes  # of each ``chunk_bytes`` of data, uint32, little endian
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """Where an item lies. ``sums`` is None in a checkpoint that another writer than ours has written."""
 
     path: str
@@ -67,8 +64,7 @@ class Stored:
     sums: Sums | None
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """All that a checkpoint says of itself. ``world`` and ``chunk_bytes`` are 0 where another writer wrote it."""
 
     metadata: Metadata
@@ -191,7 +187,7 @@ class _SlowUnpickler(_Names, pickle._Unpickler):
 
 def packed_sums(sums: Iterable[Sums]) -> bytes:
     """Of all items, in their order; pickled as one object, since a large job has 100,000 items."""
-    return b"".join(_SUMS.pack(one.begin, one.nbytes, one.envelope) + one.chunks for one in sums)
+    return b"".join(_SUMS.pack(*one[:3]) + one.chunks for one in sums)
 
 
 def _unpacked_sums(packed: bytes, chunk_bytes: int) -> Iterator[Sums]:

@@ -166,9 +166,7 @@ class _Checkpoint:
             if self._own_loading is not None:
                 model, tensors = self._own_loading
                 homes = (home for module in model.modules() for home in (module._parameters, module._buffers))
-                own = [
-                    (home, name, t) for home in homes for name, t in home.items() if t is not None and not is_lazy(t)
-                ]
+                own = ((home, name, t) for home in homes for name, t in home.items() if not (t is None or is_lazy(t)))
                 self._before = [(home, name, t, t.detach().to("cpu", copy=True)) for home, name, t in own]
                 model.load_state_dict(tensors)
             self._read(self._of_model)

@@ -68,17 +68,14 @@ class ShardLayout:
         mirror = [("steps", "int64", params)]
         scalars = 1 + len(_HYPERPARAMETERS) * groups
         record = [("scalars", "float64", scalars), ("factors", "float64", params), ("used", "uint8", params)]
+        rows: list[tuple[int, ...]] = []
         for number, space in enumerate(memory.spaces):
+            rows += [(number, memory.infos[row[0]].group, *row) for row in space.rows]
             for name, pieces in space.pieces.items():
                 mirror.append((f"{number}.{name}", _text(pieces[0].dtype if pieces else torch.uint8), space.numel))
             record.append((f"{number}.grad", _text(space.grad_dtype), space.numel))
         given: dict[str, Any] = {"rank": rank, "world": world, "amsgrad": memory.amsgrad, "resync": memory.resync}
-        given |= {"names": [info.name for info in memory.infos], "mirror": mirror, "record": record}
-        given["rows"] = [
-            (number, memory.infos[row[0]].group, *row)
-            for number, space in enumerate(memory.spaces)
-            for row in space.rows
-        ]
+        given |= {"names": [info.name for info in memory.infos], "mirror": mirror, "record": record, "rows": rows}
         return cls(json.dumps(given))
 
     def pairs(self, memory: ShardMemory, mirror: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -149,10 +146,8 @@ class Record:
             if space.grad is not None:
                 self._tensors[f"{number}.grad"].copy_(space.grad, non_blocking=True)
         if given.grads is not None:
-            pairs = [
-                (part, given.grads[param])
-                for part, (_, _, param, *_) in zip(self.grads, self._layout.rows, strict=True)
-            ]
+            of_rows = (given.grads[param] for _, _, param, *_ in self._layout.rows)
+            pairs = zip(self.grads, of_rows, strict=True)
             found = [(part, grad.as_strided(part.shape, (1,))) for part, grad in pairs if grad is not None]
             if found:
                 torch._foreach_copy_([part for part, _ in found], [grad for _, grad in found], non_blocking=True)

@@ -7,10 +7,11 @@ transformers for its models (with the configuration, and the names that its rele
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import torch
 
-from bucketwheel.checkpoint.live import ShardedOptimizer
+from bucketwheel.checkpoint.live import ShardedOptimizer, engine_of
 from bucketwheel.errors import failing_together
 
 
@@ -32,12 +33,9 @@ def save_safetensors(
 
     ImportError without the packages of ``bucketwheel[hf]``. OSError where ``directory`` cannot be written.
     """
-    if optimizer is None:
-        _write(os.fspath(directory), model, max_shard_size)
-        return
-    engine = optimizer._engine
-    with failing_together(engine.expect_done_by_all, "save_safetensors"):
-        if engine.ranks[0] == 0:
+    engine = engine_of(optimizer)
+    with nullcontext() if engine is None else failing_together(engine.expect_done_by_all, "save_safetensors"):
+        if engine is None or engine.ranks[0] == 0:
             _write(os.fspath(directory), model, max_shard_size)
 
 

@@ -147,14 +147,8 @@ class _Sharded:
     name: str
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One box, or the bytes of another object (``shape`` is None)."""
-
-    index: MetadataIndex
-    shape: tuple[int, ...] | None
-    data: Any
-    nbytes: int
+# One box, or the bytes of another object: its index, the shape of the whole tensor or None, what `DataFile.add` takes, its bytes.
+_Item = tuple[MetadataIndex, tuple[int, ...] | None, Any, int]
 
 
 class _Contents:
@@ -176,12 +170,11 @@ class _Contents:
             tree["model"] = self._of_model(model)
         if optimizer is not None and engine is not None:
             tree["optim"] = _of_optimizer(optimizer, engine)
-        self.digest = ""
         if extra is not None:
             expect_loadable("extra", extra)
-            self.digest = digest_of(extra) if everyone.size > 1 else ""
         elif not tree:
             raise ValueError("nothing to save: give a model, an optimizer or extra")
+        self.digest = digest_of(extra) if everyone.size > 1 else ""
         odd = _odd_containers(tree)
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(tree, is_coordinator=True)
@@ -235,7 +228,7 @@ class _Contents:
                     if turns.is_mine(nbytes):
                         data = LiveTensor(self.staging, index, views, dtype, watched)
                         place = MetadataIndex(key, torch.Size(box.offsets))
-                        self.items.append(_Item(place, tuple(info.param.shape), data, nbytes))
+                        self.items.append((place, tuple(info.param.shape), data, nbytes))
 
     def _add_others(self, leaves: Mapping[str, Any]) -> None:
         """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""
@@ -258,12 +251,12 @@ class _Contents:
                 leaf = value = value.to("cpu", copy=True)
             data = LiveTensor(self.staging, None, [value], value.dtype, Watched(repr(key), leaf))
             index = MetadataIndex(key, torch.Size([0] * value.dim()))
-            self.items.append(_Item(index, tuple(value.shape), data, value.nbytes))
+            self.items.append((index, tuple(value.shape), data, value.nbytes))
 
     def add_object(self, key: str, value: Any) -> None:
         expect_loadable(key, value)
         content = pickled(value)
-        self.items.append(_Item(MetadataIndex(key), None, content, content.getbuffer().nbytes))
+        self.items.append((MetadataIndex(key), None, content, content.getbuffer().nbytes))
 
 
 class _Turns:
@@ -354,10 +347,9 @@ class PendingSave:
         self._folder = folder
         self._contents = contents
         self._board = board
-        self._rank = contents.rank
         self._owner = None if contents.engine is None else weakref.ref(contents.engine)
-        self._nbytes = sum(item.nbytes for item in contents.items)
-        path = folder / SAVING / f"__{self._rank}_0.distcp"
+        self._nbytes = sum(nbytes for *_, nbytes in contents.items)
+        path = folder / SAVING / f"__{self._contents.rank}_0.distcp"
         self._file = DataFile(path, chunk_bytes=contents.chunk_bytes, buffer_bytes=contents.part_bytes)
         self._file.on_write = board.note_write
         self._remains = "so the checkpoint there stays what it was"  # in errors; until this rank has told what it wrote
@@ -403,11 +395,11 @@ class PendingSave:
     def _run(self) -> None:
         try:
             rows = self._write()
-            if self._rank == 0:
+            if self._contents.rank == 0:
                 self._commit(rows)
             else:
                 self._remains = "and the folder may hold the checkpoint before or this one"
-                self._board.tell(str(self._rank), json.dumps(rows).encode())
+                self._board.tell(str(self._contents.rank), json.dumps(rows).encode())
                 self._board.wait_for("outcome", "rank 0's commit")
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)
             self._fail(error)
@@ -423,10 +415,10 @@ class PendingSave:
     def _write(self) -> list[Any]:
         """Returns what it has written, for JSON."""
         rows = []
-        for item in self._contents.items:
-            rows.append(_row(item, self._file.add(item.index, item.data).storage_data))
-            if not isinstance(item.data, LiveTensor):
-                self._contents.staging.written_bytes += item.nbytes
+        for index, shape, data, nbytes in self._contents.items:
+            rows.append(_row(index, shape, data, self._file.add(index, data).storage_data))
+            if not isinstance(data, LiveTensor):
+                self._contents.staging.written_bytes += nbytes
         self._contents.staging.expect_good()
         self._let_go(None)
         self._file.close()
@@ -454,7 +446,7 @@ class PendingSave:
     def _fail(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, FailedElsewhere):
-            text = f"the save into {self._folder} has failed on rank {self._rank}, {self._remains}: {text}"
+            text = f"the save into {self._folder} has failed on rank {self._contents.rank}, {self._remains}: {text}"
         self._error = CheckpointError(text)
         self._error.__cause__ = error
         with contextlib.suppress(RuntimeError):  # the Store is gone, as the other ranks find too
@@ -462,14 +454,13 @@ class PendingSave:
         self._file.discard()
 
 
-def _row(item: _Item, stored: Stored) -> list[Any]:
+def _row(index: MetadataIndex, shape: tuple[int, ...] | None, data: Any, stored: Stored) -> list[Any]:
     """Says what a rank has written, in JSON: other users of the machine may reach the Store, so nothing of it is unpickled."""
     assert stored.sums is not None
-    dtype = None if item.shape is None else str(item.data.dtype).removeprefix("torch.")
-    sizes = None if item.shape is None else list(item.data.shape)
-    offset = None if item.index.offset is None else list(item.index.offset)
-    sums = (stored.sums.begin, stored.sums.nbytes, stored.sums.envelope, stored.sums.chunks.hex())
-    return [item.index.fqn, item.shape, dtype, offset, sizes, stored.path, stored.offset, stored.length, sums]
+    dtype = None if shape is None else str(data.dtype).removeprefix("torch.")
+    sizes = None if shape is None else data.shape
+    sums = (*stored.sums[:3], stored.sums.chunks.hex())
+    return [index.fqn, shape, dtype, index.offset, sizes, *stored[:3], sums]
 
 
 def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -482,8 +473,7 @@ def _joined(reports: Sequence[Any], contents: _Contents) -> tuple[Metadata, list
     results: list[list[WriteResult]] = [[] for _ in reports]
     for rank, rows in enumerate(reports):
         for fqn, shape, dtype, offset, sizes, path, begin, length, sums in rows:
-            before, nbytes, envelope, chunks = sums
-            stored = Stored(path, begin, length, Sums(before, nbytes, envelope, bytes.fromhex(chunks)))
+            stored = Stored(path, begin, length, Sums._make([*sums[:3], bytes.fromhex(sums[3])]))
             for name in (fqn, *also.get(fqn, ())):
                 index = MetadataIndex(name, None if offset is None else torch.Size(offset))
                 results[rank].append(WriteResult(index, length, stored))
@@ -503,7 +493,7 @@ def finish_before(everyone: Everyone, folder: Path) -> None:
     for pending in list(_running):
         owner = None if pending._owner is None else pending._owner()
         is_related = owner is everyone.engine or os.path.realpath(pending._folder) == os.path.realpath(folder)
-        if is_related and pending._rank == everyone.rank:
+        if is_related and pending._contents.rank == everyone.rank:
             pending._ended.wait()
             pending._show_error()
 

@@ -144,21 +144,19 @@ class DataFile:
         self._put(self._buffer[: self._filled])
         if self.sync:
             os.fsync(self._file.fileno())
-        self._end()
+        self._file.close()
+        self._buffer = memoryview(b"")
         if not self.size:
             self.path.unlink()
 
     def discard(self) -> None:
         """Remove it, and write no more: the save has failed. No error: the disk may be full, the file gone."""
+        self._buffer = memoryview(b"")
         with contextlib.suppress(OSError):
-            self._end()
+            self._file.close()
         with contextlib.suppress(OSError):
             os.truncate(self.path, 0)  # a process that was forked meanwhile has it open still
             self.path.unlink()
-
-    def _end(self) -> None:
-        self._file.close()
-        self._buffer = memoryview(b"")
 
     def _write(self, data: memoryview) -> None:
         """Of writable memory. Without O_DIRECT all that is large goes from where it lies."""
@@ -223,13 +221,11 @@ class DataFile:
 def start(folder: Path) -> None:
     """Make ``folder/.saving`` anew, empty: one rank does, before any makes its `DataFile` there."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".discarded-*"):
-        shutil.rmtree(left, ignore_errors=True)
     saving = folder / SAVING
     if saving.exists():  # renamed first: a rank of an earlier job that still writes does not write among ours
-        discarded = folder / f".discarded-{uuid.uuid4().hex[:12]}"
-        saving.rename(discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
+        saving.rename(folder / f".discarded-{uuid.uuid4().hex[:12]}")
+    for left in folder.glob(".discarded-*"):
+        shutil.rmtree(left, ignore_errors=True)
     saving.mkdir()
 
 

@@ -190,16 +190,15 @@ def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping
     for name, value in values.items():
         if name == "step":
             engine.steps[info.index] = value
-            continue
-        if isinstance(value, StoredState):
+        elif isinstance(value, StoredState):
             value.load()
-            continue
-        like = state["exp_avg"]
-        laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
-        if name == "master_param":
-            load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
         else:
-            state[name].copy_(laid_out)
+            like = state["exp_avg"]
+            laid_out = value.contiguous().as_strided(like.shape, like.stride())  # memory order
+            if name == "master_param":
+                load_master(engine.values_of(info.index), state, laid_out.to(torch.float32))
+            else:
+                state[name].copy_(laid_out)
 
 
 def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, rows: Any) -> None:
@@ -208,9 +207,8 @@ def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, r
         raise ValueError("reset_state: rows of which parameters?")
     engine, trained = optimizer._engine, optimizer._trained
     optimizer._follow_state()
-    chosen: list[Any] | None = None
-    if parameters is not None:
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    some = [parameters] if isinstance(parameters, Tensor) else parameters
+    chosen: list[Any] | None = None if some is None else list(some)
     if not trained.are_those_of(optimizer.param_groups):
         trained.note_waiting(optimizer.param_groups)
     indices = trained.indices(chosen)
