@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from bucketwheel.checkpoint.format import METADATA, Description, Stored, describe, folder_of
@@ -26,7 +26,7 @@ _MOST_FILES = 256  # open at a time: each rank has written one, and a process ma
 _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and its checksum
 
 
-class Reader(FileSystemReader):
+class Reader(StorageReader):
     """Where `torch.distributed.checkpoint.load` reads from: ``storage_reader=bw.checkpoint.Reader(path)``.
 
     Reads what `Writer` and torch's FileSystemWriter write, of torch 2.10 to 2.15. Checksums of all that a rank reads are
@@ -39,8 +39,8 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self.path: Path = folder_of(path)
+        super().__init__()
+        self.path = folder_of(path)
         self._description: Description | None = None
         self._files: dict[str, int] = {}  # open ones, by relative path, until close()
         self._staging = memoryview(b"")
@@ -99,14 +99,25 @@ class Reader(FileSystemReader):
 
     # ---- stock's protocol
 
+    @property
+    def checkpoint_id(self) -> Path:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.close()
         self._description = None
         if checkpoint_id is not None:
             self.path = folder_of(checkpoint_id)
 
-    def read_metadata(self) -> Metadata:  # without ``**kwargs``: else torch asks again, for a rank's own
+    def read_metadata(self) -> Metadata:
         return self.description.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """All ranks come here before any of them loads: an error of one stops all."""
@@ -116,6 +127,9 @@ class Reader(FileSystemReader):
         finally:
             self.close()
         return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:

@@ -335,7 +335,8 @@ class _StepCounts:
                 step += 1
             unique = list({id(step): step for step in self._on_device.values()}.values())
             if noop is not None:
+                counts = {dtype: (1 - noop).to(dtype).reshape(()) for dtype in {step.dtype for step in unique}}
                 for step in unique:
-                    step.add_((1 - noop).to(step.dtype).reshape(()))
+                    step.add_(counts[step.dtype])
             elif unique:
                 torch._foreach_add_(unique, 1)
