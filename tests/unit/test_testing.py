@@ -164,11 +164,8 @@ def test_bits():
     assert_bitwise_equal({"a": [1.5, quiet, torch.empty(0, 3)]}, {"a": [1.5, other, torch.empty(0, 3)]})
     for actual, expected, message in (
         (torch.tensor([0.0, -0.0]), torch.zeros(2), r"value: 1 of 2 elements differ, the first at \[1\]: actual -0.0"),
-        (torch.tensor(float("nan")), torch.tensor(1.0), r"first at \[\]"),
         (torch.zeros(3), torch.zeros(3, dtype=torch.float64), "float32.*float64"),
         (torch.zeros(3), torch.zeros(1, 3), r"\(3,\).*\(1, 3\)"),
-        ({"a": [1, 2]}, {"a": [1, 3]}, r"\['a'\]\[1\]"),
-        ([1], [1, 2], "length"),
     ):
         with pytest.raises(AssertionError, match=message):
             assert_bitwise_equal(actual, expected)

@@ -34,14 +34,9 @@ def _claim_launch_order() -> bool:
     if _LAUNCH_ORDER in os.environ:
         return os.environ[_LAUNCH_ORDER] == "1"
     os.environ[_LAUNCH_ORDER] = "1"
-    return not (torch.cuda.is_initialized() or _has_nccl_group())
-
-
-def _has_nccl_group() -> bool:
-    """One that has gone, or is somebody else's, has needed CUDA."""
-    if not dist.is_available():
-        return False
-    return any("nccl" in str(dist.get_backend_config(group)) for group in dist.distributed_c10d._world.pg_map)
+    # A group that has gone, or is somebody else's, has needed CUDA.
+    groups = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    return not (torch.cuda.is_initialized() or any("nccl" in str(dist.get_backend_config(group)) for group in groups))
 
 
 _is_launch_order_kept = _claim_launch_order()

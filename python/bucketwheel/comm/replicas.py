@@ -211,7 +211,8 @@ class Replicas:
 
     def _spread(self, group: list[bytes]) -> list[bytes]:
         """The payloads of all shard groups by rank, from those of this one."""
-        return [payload for other in self._among_replicas(_packed(group)) for payload in _unpacked(other)]
+        packed = b"".join(_LENGTH.pack(len(one)) + one for one in group)
+        return [payload for other in self._among_replicas(packed) for payload in _unpacked(other)]
 
     def _among_replicas(self, payload: bytes) -> list[bytes]:
         """Everyone's of the replicas, of any length: in as many rounds as the longest takes."""
@@ -254,7 +255,8 @@ class Replicas:
         if self._slots is not None:
             self._free_sums()
             self._replicate.pool.trim()  # slots of other sizes come
-        kinds = [(sink, numel, _sum_dtype(dtype)) for sink, numel, dtype in buckets]
+        # Sums are in float32, or in float64.
+        kinds = [(sink, numel, torch.promote_types(dtype, torch.float32)) for sink, numel, dtype in buckets]
         sizes = [self._padded(numel) * dtype.itemsize for _, numel, dtype in kinds]
         turns = [(number, min(number + limit, len(sizes))) for number in range(len(sizes))]
         self._slots = Slots.leased(plan_slots("sums", sizes, turns), self._replicate.pool)
@@ -432,10 +434,6 @@ REPLICAS_MARK = b"replicate_group:"  # begins the first payload that ranks with 
 _LENGTH = struct.Struct("<q")
 
 
-def _packed(payloads: Sequence[bytes]) -> bytes:
-    return b"".join(_LENGTH.pack(len(one)) + one for one in payloads)
-
-
 def _unpacked(packed: bytes) -> list[bytes]:
     found, at = [], 0
     while at < len(packed):
@@ -443,11 +441,6 @@ def _unpacked(packed: bytes) -> list[bytes]:
         at = begin + _LENGTH.unpack_from(packed, at)[0]
         found.append(packed[begin:at])
     return found
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of partial sums of buckets of ``dtype``."""
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _storing_sink(to: Tensor, device: int) -> Any:

@@ -22,11 +22,8 @@ _NO_INPUTS = (
 NO_JOIN = (
     f"ShardedAdamW does not take part in that: its collectives would wait for ranks that have joined. {_NO_INPUTS}"
 )
-_CHANGES = (
-    "a change of param_groups",
-    "taking in what was frozen",
-    "add_param_group",
-)  # as sharded_adamw.py calls them
+# As sharded_adamw.py calls them.
+_CHANGES = ("a change of param_groups", "taking in what was frozen", "add_param_group")
 REFUSED = "refused"  # what a rank exchanges in the place of a call: the text of its error follows
 
 

@@ -40,9 +40,10 @@ def run_last(handle: Any, param: Tensor) -> None:
 
 
 class UnfrozenGrads:
-    """Implements `GradOwner`. ``refuse`` raises an error on all ranks; it is called by what would need all of them."""
+    """Implements `GradOwner`. ``refuse`` raises an error on all ranks, as long as it lives; it is called by what would need all
+    of them."""
 
-    def __init__(self, refuse: Callable[[str], NoReturn]) -> None:
+    def __init__(self, refuse: weakref.WeakMethod[Callable[[str], NoReturn]]) -> None:
         self._refuse = refuse
         # Parameters that may be unfrozen, each with its number and its hook. An entry goes when the parameter is taken in.
         self._watched: dict[Tensor, tuple[int, Any]] = {}
@@ -110,11 +111,14 @@ class UnfrozenGrads:
 
     def _refuse_for(self, what: str, indices: Sequence[int]) -> NoReturn:
         shape = tuple(self._placeholders[indices[0]].shape)
-        self._refuse(
+        text = (
             f"{what}: a parameter of shape {shape} is new in param_groups or was frozen when the optimizer was made, and "
             "its first gradient is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all "
             "ranks before torch's own"
         )
+        if (refuse := self._refuse()) is not None:
+            refuse(text)
+        raise RuntimeError(text)
 
 
 def _hook(owner: weakref.ref[UnfrozenGrads], number: int) -> Callable[[Tensor], None]:

@@ -62,7 +62,7 @@ def sync_module(
     return ModuleSync(model, buffers, process_group, replicate_group)
 
 
-class ModuleSync:
+class ModuleSync(contextlib.AbstractContextManager["ModuleSync"]):
     """What `sync_module` returns. `close`, or the end of ``with``, ends the broadcasts in forwards."""
 
     def __init__(self, model: nn.Module, buffers: str, process_group: Any = None, replicate_group: Any = None) -> None:
@@ -132,9 +132,6 @@ class ModuleSync:
         with contextlib.ExitStack() as stack:
             for comm in self._comms:
                 stack.callback(comm.close)
-
-    def __enter__(self) -> ModuleSync:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -88,7 +88,7 @@ class ShardedEngine:
         self.precision = options.precision
         self.bucket_cap_bytes = options.bucket_cap_bytes(comm.backend)
         self._is_debugging = env.flag("BW_DEBUG")
-        self._unfrozen = UnfrozenGrads(_weakly(self))
+        self._unfrozen = UnfrozenGrads(weakref.WeakMethod(self.refuse))
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
@@ -548,16 +548,3 @@ class ShardedEngine:
                     space.flat.release()
                 self.reducer._release()
                 release([*self._comms, *named(self.infos)], self)
-
-
-def _weakly(engine: ShardedEngine) -> Callable[[str], NoReturn]:
-    """`GradWindow.refuse` of the engine, which this does not keep alive."""
-    ref = weakref.ref(engine)
-
-    def refuse(text: str) -> NoReturn:
-        alive = ref()
-        if alive is not None:
-            alive.grads.refuse(text)
-        raise RuntimeError(text)
-
-    return refuse
