@@ -11,12 +11,11 @@ A *key* names a buffer that has one offset, whenever it is live; it is live in h
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from bucketwheel.errors import expect_int
@@ -134,7 +133,7 @@ def in_canonical_order(sizes: Mapping[Key, int], intervals: Mapping[Key, Sequenc
 
 
 def placement_at(
-    offsets: Mapping[Key, int],
+    offsets: dict[Key, int],
     asked: Asked,
     found: core.Placement,
     sizes: Mapping[Key, int],
@@ -142,10 +141,9 @@ def placement_at(
     streams: Mapping[Key, Sequence[Users]] | None,
 ) -> Placement:
     """The placement with these ``offsets``, in the order of ``asked``, and its waits. ``found``: the bounds."""
-    at = {key: offsets[key] for key in asked}
-    total = max((at[key] + size for key, (size, _) in asked.items()), default=0)
-    waits = waits_of(at, sizes, {key: intervals[key] for key in asked}, streams)
-    return Placement(at, total, found.load_bytes, found.bound_bytes, total == found.bound_bytes, waits)
+    total = max((offsets[key] + size for key, (size, _) in asked.items()), default=0)
+    waits = waits_of(offsets, sizes, {key: intervals[key] for key in asked}, streams)
+    return Placement(offsets, total, found.load_bytes, found.bound_bytes, total == found.bound_bytes, waits)
 
 
 # --- waits ------------------------------------------------------------------------------------------------------------
@@ -165,14 +163,15 @@ def waits_of(
     and so behind all that this was behind. Who uses a lifetime beside the stream that acquires it waits for that stream first.
     """
     lives = [Lifetime(key, number) for key in intervals if sizes[key] for number in range(len(intervals[key]))]
-    users: dict[Lifetime, tuple[Hashable, ...]] = {life: (life,) for life in lives}  # the stream that acquires first
-    if streams is not None:
+    users: dict[Lifetime, tuple[Hashable, ...]]  # the stream that acquires first
+    if streams is None:
+        users = {life: (life,) for life in lives}
+    else:
         for key in intervals:
             if key not in streams or len(streams[key]) != len(intervals[key]):
                 raise ValueError(f"streams[{key!r}] is {streams.get(key)}, for {len(intervals[key])} intervals")
-        for life in lives:
-            producer, rest = streams[life.key][life.number]
-            users[life] = tuple(dict.fromkeys((producer, *rest)))
+        given = ((life, *streams[life.key][life.number]) for life in lives)
+        users = {life: tuple(dict.fromkeys((producer, *rest))) for life, producer, rest in given}
     events = sorted(
         ((intervals[life.key][life.number][1 - is_start], is_start, at), life)
         for at, life in enumerate(users)
@@ -219,23 +218,25 @@ class _Owners:
     """Who had which bytes last."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[int, Any]] = [(0, None)]  # where each range begins, and its owner
+        self._begins: list[int] = [0]
+        self._owners: list[Any] = [None]
         self.ranges: Counter[Any] = Counter([None])  # of each owner
 
     def take(self, begin: int, end: int, owner: Any) -> list[Any]:
         """Gives [begin, end), which is not empty, to ``owner``. Returns who had any of it."""
         first, last = self._cut(begin), self._cut(end)
-        before = [one for _, one in self._held[first:last]]
-        self._held[first:last] = [(begin, owner)]
+        before = self._owners[first:last]
+        self._begins[first:last], self._owners[first:last] = [begin], [owner]
         self.ranges.subtract(before)
         self.ranges[owner] += 1
         return [one for one in dict.fromkeys(before) if one is not None]
 
     def _cut(self, at: int) -> int:
         """The index of the range that begins at ``at``."""
-        index = bisect_left(self._held, at, key=itemgetter(0))
-        if index == len(self._held) or self._held[index][0] != at:
-            owner = self._held[index - 1][1]
-            self._held.insert(index, (at, owner))
-            self.ranges[owner] += 1
+        index = bisect_right(self._begins, at) - 1
+        if self._begins[index] != at:
+            index += 1
+            self._begins.insert(index, at)
+            self._owners.insert(index, self._owners[index - 1])
+            self.ranges[self._owners[index]] += 1
         return index

@@ -131,7 +131,8 @@ def _placed(
     request = _Request(in_canonical_order(sizes, intervals, align), keys)
     if (offsets := rule(request) if sizes else {}) is None:
         return None
-    return placement_at(offsets, request.asked, request.best_fit, sizes, intervals, streams)
+    in_order = {key: offsets[key] for key in request.asked}
+    return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
 
 
 _RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)
