@@ -87,7 +87,7 @@ BUDGETS = {
     "python/gathers": 381,
     "python/grads": 1710,
     "python/kernels": 456,
-    "python/layout": 660,
+    "python/layout": 658,
     "python/native": 778,
     "python/optim": 2836,
     "python/pool": 1185,

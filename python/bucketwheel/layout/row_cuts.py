@@ -75,9 +75,8 @@ def cut_anywhere(numels: Sequence[int], grid: Grid) -> PackedRun:
     """Element cuts: parameters one behind the other. A bucket takes those that begin within the size asked for; a parameter
     that is longer goes on in the next."""
     begins, shards = [0] * len(numels), []
-    at = first = covered = (
-        0  # where the bucket begins, the first parameter that is not wholly in one, its elements that are
-    )
+    # Where the bucket begins, the first parameter that is not wholly in one, and its elements that are.
+    at = first = covered = 0
     while first < len(numels):
         window, begin = [], at - covered
         for param in range(first, len(numels)):
