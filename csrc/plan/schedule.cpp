@@ -57,13 +57,14 @@ void agree_on_flags(std::span<const Note> notes, size_t params, size_t buckets, 
   // gradient that is not void.
   std::vector<uint8_t> any(params, 0), all(params, 0xff), stays(params, 0), late(buckets, 0);
   for (const Note& note : notes) {
+    const uint8_t* const flags = note.flags;  // no store below can change it
     for (size_t param = 0; param < params; ++param) {
-      any[param] |= note.flags[param];
-      all[param] &= note.flags[param];
-      stays[param] |= static_cast<uint8_t>((note.flags[param] & (kStored | kVoid)) == kStored);
+      any[param] |= flags[param];
+      all[param] &= flags[param];
+      stays[param] |= static_cast<uint8_t>((flags[param] & (kStored | kVoid)) == kStored);
     }
     for (size_t bucket = 0; bucket < buckets; ++bucket) {
-      late[bucket] |= note.flags[params + bucket];
+      late[bucket] |= flags[params + bucket];
     }
   }
   agreement->held.resize(params);

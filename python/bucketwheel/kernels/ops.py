@@ -144,7 +144,7 @@ def adam_step(
         return
     written = [*params, *exp_avgs, *exp_avg_sqs]
     for given in (*optional, () if isinstance(steps, int) else steps):
-        written += [one for one in given or () if isinstance(one, torch.Tensor)]
+        written += [one for one in (() if given is None else given) if isinstance(one, torch.Tensor)]
     increment_version(written)
 
 
