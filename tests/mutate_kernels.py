@@ -81,6 +81,7 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
     ]),
     ("pack.cpp", unit("pack"), [
         ("every chunk is the first", "static_cast<const std::byte*>(item.from) + begin *", "static_cast<const std::byte*>(item.from) + 0 *"),
+        ("an addition of nothing zeroes", "item.add ? 0 : bytes", "bytes"),
     ]),
     ("adam_cuda.cu", emulated("adam"), [
         ("a block takes one chunk only", "chunk < first + launch.chunks; chunk += gridDim.x", "chunk < first + gridDim.x; chunk += gridDim.x"),
@@ -109,6 +110,8 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
     ("pack_cuda.cu", emulated("pack"), [
         ("the last chunk is missed", "chunk < launch.chunks; chunk += gridDim.x", "chunk < launch.chunks - 1; chunk += gridDim.x"),
         ("casts look at one side's alignment", "is_aligned_after<kSizeOf<kTo>, kLanes>(to, head) &&", "true &&"),
+        ("sums forget the element before", "static_cast<RealOf<kTo>>(before + value)", "static_cast<RealOf<kTo>>(value)"),
+        ("a number of elements is zeroed as bytes", "numel * static_cast<int>(size_of(item.to_dtype))", "numel"),
     ]),
     ("pool.cpp", RACES, [
         ("an acquire's stream does not wait", "      stream->wait(event);\n", ""),

@@ -71,14 +71,14 @@ MAY_IMPORT = {
 # message what the room gained.
 BUDGETS = {
     "csrc/base": 937,
-    "csrc/bindings": 3025,
+    "csrc/bindings": 3016,
     "csrc/comm": 1273,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1874,
     "csrc/comm/nccl": 1695,
     "csrc/comm/peers": 732,
     "csrc/device": 1196,
-    "csrc/kernels": 3706,
+    "csrc/kernels": 3786,
     "csrc/plan": 828,
     "csrc/pool": 1508,
     "python": 556,

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "bindings/adam_py.h"
-#include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "kernels/adam_table_cuda.h"
+#include "kernels/cuda_scratch.h"
 
 namespace bucketwheel {
 

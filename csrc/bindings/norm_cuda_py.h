@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "bindings/adam_cuda_py.h"
-#include "bindings/cuda_scratch.h"
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
 #include "bindings/norm_py.h"
 #include "comm/comm.h"
+#include "kernels/cuda_scratch.h"
 #include "kernels/sums_cuda.h"
 
 namespace bucketwheel {

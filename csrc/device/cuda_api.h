@@ -70,7 +70,7 @@ struct CudaDeviceFacts {
   X(launch_reduce, (const ReduceLaunch& launch, void* stream))
 
 struct CudaApi {
-  static constexpr uint32_t kVersion = 7;  // of this table and of every struct it passes
+  static constexpr uint32_t kVersion = 8;  // of this table and of every struct it passes
   uint32_t version = kVersion;
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)

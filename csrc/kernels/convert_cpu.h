@@ -1,4 +1,4 @@
-// Element types as types, casts of arrays, and copies past the cache.
+// Element types as types, casts and additions of arrays, and copies past the cache.
 // Compiled once per instruction set: [Note: one copy per instruction set] in cpu_kernels_isa.h.
 #pragma once
 
@@ -129,6 +129,35 @@ void convert(void* to, DType to_dtype, const void* from, DType from_dtype, int64
     widen(room, static_cast<const char*>(from) + begin * from_bytes, from_dtype, numel);
     narrow(static_cast<char*>(to) + begin * to_bytes, to_dtype, room, numel);
   }
+}
+
+// Calls use() with a value of the type that is `dtype`, one of the four float types.
+template <class Use>
+BW_HD void with_float(DType dtype, const Use& use) {
+  if (dtype == DType::kFloat32) {
+    use(float{});
+  } else if (dtype == DType::kBFloat16) {
+    use(BFloat16{});
+  } else if (dtype == DType::kFloat16) {
+    use(Float16{});
+  } else {
+    use(double{});
+  }
+}
+
+template <class To, class From>
+void add_typed(To* to, const From* from, int64_t n) {
+  BW_ELEMENTWISE
+  for (int64_t i = 0; i < n; ++i) {
+    put(to[i], static_cast<decltype(widened(To{}))>(widened(to[i]) + widened(from[i])));
+  }
+}
+
+void add(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n) {
+  with_float(to_dtype, [&](auto out) {
+    with_float(from_dtype,
+               [&](auto in) { add_typed(static_cast<decltype(out)*>(to), static_cast<const decltype(in)*>(from), n); });
+  });
 }
 
 void copy_past_cache(void* to, const void* from, size_t bytes) {

@@ -42,8 +42,9 @@ struct CpuKernels {
   void (*store_sumsq)(void* to, DType to_dtype, const void* x, int64_t n, bool add, int64_t lane, double* lanes);
   void (*store)(void* to, DType to_dtype, const void* x, int64_t n, bool add);
 
-  // From one of the four float types to another one, as pack.h says.
+  // From one of the four float types to another one, and to[i] += from[i] of any two of them, as pack.h says.
   void (*convert)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);
+  void (*add)(void* to, DType to_dtype, const void* from, DType from_dtype, int64_t n);
 
   // to[i] = ((from[0][i] + from[1][i]) + from[2][i]) + ... in float (float64: in double); rounded once to to_dtype,
   // which is from_dtype, or kFloat32 for floats of 16 bits; integers wrap around. `to` may be one of `from` where the

@@ -20,7 +20,7 @@ namespace bucketwheel {
 namespace {
 
 consteval CpuKernels make_kernels(Isa isa) noexcept {
-  return {isa, adam, sumsq, store_sumsq, store, convert, sum, copy_past_cache, crc32c};
+  return {isa, adam, sumsq, store_sumsq, store, convert, add, sum, copy_past_cache, crc32c};
 }
 
 }  // namespace

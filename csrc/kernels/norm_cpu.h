@@ -87,15 +87,8 @@ BW_HD void add_squares(const Source& source, int64_t n, int64_t lane, double* la
 }
 
 void sumsq(const void* x, DType dtype, int64_t n, int64_t lane, double* lanes) {
-  if (dtype == DType::kFloat32) {
-    add_squares(Read<float>{static_cast<const float*>(x)}, n, lane, lanes);
-  } else if (dtype == DType::kBFloat16) {
-    add_squares(Read<BFloat16>{static_cast<const BFloat16*>(x)}, n, lane, lanes);
-  } else if (dtype == DType::kFloat16) {
-    add_squares(Read<Float16>{static_cast<const Float16*>(x)}, n, lane, lanes);
-  } else {
-    add_squares(Read<double>{static_cast<const double*>(x)}, n, lane, lanes);
-  }
+  with_float(dtype,
+             [&](auto in) { add_squares(Read<decltype(in)>{static_cast<const decltype(in)*>(x)}, n, lane, lanes); });
 }
 
 // Calls use(to, x) with pointers of the right types.

@@ -16,10 +16,16 @@ constexpr int64_t kPackGrainNumel = 65536;  // about 20 us of work
 
 void copy_chunk(const CpuKernels& kernels, const CopyItem& item, int64_t begin, int64_t numel) {
   std::byte* to = static_cast<std::byte*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
+  const size_t bytes = static_cast<size_t>(numel) * size_of(item.to_dtype);
+  if (item.from == nullptr) {
+    std::memset(to, 0, item.add ? 0 : bytes);
+    return;
+  }
   const std::byte* from =
       static_cast<const std::byte*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
-  if (item.to_dtype == item.from_dtype) {
-    const size_t bytes = static_cast<size_t>(numel) * size_of(item.to_dtype);
+  if (item.add) {
+    kernels.add(to, item.to_dtype, from, item.from_dtype, numel);
+  } else if (item.to_dtype == item.from_dtype) {
     if (static_cast<size_t>(item.numel) * size_of(item.to_dtype) < kPastCacheBytes) {
       std::memcpy(to, from, bytes);
     } else {
@@ -33,9 +39,10 @@ void copy_chunk(const CpuKernels& kernels, const CopyItem& item, int64_t begin, 
 }  // namespace
 
 void expect_copyable(const CopyItem& item, size_t index) {
-  if (item.to_dtype != item.from_dtype && !(is_float(item.to_dtype) && is_float(item.from_dtype))) {
-    throw TypeError("item " + std::to_string(index) + ": cannot copy " + name_of(item.from_dtype) + " to " +
-                    name_of(item.to_dtype));
+  const bool is_cast = item.add || item.to_dtype != item.from_dtype;
+  if (item.from != nullptr && is_cast && !(is_float(item.to_dtype) && is_float(item.from_dtype))) {
+    throw TypeError("item " + std::to_string(index) + ": cannot " + (item.add ? "add " : "copy ") +
+                    name_of(item.from_dtype) + " to " + name_of(item.to_dtype));
   }
 }
 

@@ -1,4 +1,4 @@
-// Copies, casts and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
+// Copies, casts, additions, zeros and sums over ranks on CUDA, bitwise equal to the CPU (NaN payloads excepted).
 //
 // A block takes a chunk at a time, and its threads kLanes elements: 16 bytes of the wider side, so that the threads of
 // a warp read and write whole lines. Elements go one by one before and after the aligned part, and where the two sides
@@ -52,14 +52,24 @@ __device__ __forceinline__ void copy_chunk(char* to, const char* from, int numel
       [&](int i) { reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i]; });
 }
 
-// Through float32, as pack.h says; between float64 and float64 there is no cast.
-template <DType kTo, DType kFrom>
-__device__ __forceinline__ RealOf<kTo> cast(RealOf<kFrom> value) {
-  return static_cast<float>(value);
+__device__ __forceinline__ void zero_chunk(char* to, int bytes) {
+  const int head = static_cast<int>(-reinterpret_cast<uintptr_t>(to) % 16);
+  for_elements<16>(
+      bytes, head, [&](int i) { store_vector<true>(to + i, uint4{0, 0, 0, 0}); }, [&](int i) { to[i] = 0; });
 }
 
-template <DType kTo, DType kFrom>
-__device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel) {
+// What pack.h says: a cast goes through float32, a sum is one of float64 where either side is.
+template <DType kTo, DType kFrom, bool kAdd>
+__device__ __forceinline__ RealOf<kTo> taken(RealOf<kTo> before, RealOf<kFrom> value) {
+  if constexpr (kAdd) {
+    return static_cast<RealOf<kTo>>(before + value);
+  } else {
+    return static_cast<float>(value);
+  }
+}
+
+template <DType kTo, DType kFrom, bool kAdd>
+__device__ __forceinline__ void take_chunk(char* to, const char* from, int numel) {
   constexpr int kWide = kSizeOf<kTo> < kSizeOf<kFrom> ? kSizeOf<kFrom> : kSizeOf<kTo>;
   constexpr int kLanes = 16 / kWide;
   int head = 0;
@@ -73,51 +83,66 @@ __device__ __forceinline__ void cast_chunk(char* to, const char* from, int numel
         Lanes<kFrom, kLanes> x;
         Lanes<kTo, kLanes> y = {};
         x.load(from + i * kSizeOf<kFrom>);
+        if constexpr (kAdd) {
+          y.load_to_stay(to + i * kSizeOf<kTo>);
+        }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-          y.set(lane, cast<kTo, kFrom>(x.get(lane)));
+          y.set(lane, taken<kTo, kFrom, kAdd>(y.get(lane), x.get(lane)));
         }
         y.store_to_stay(to + i * kSizeOf<kTo>);
       },
-      [&](int i) { store_element<kTo>(to, i, cast<kTo, kFrom>(load_element<kFrom>(from, i))); });
+      [&](int i) {
+        const RealOf<kTo> before = kAdd ? load_element<kTo>(to, i) : 0;
+        store_element<kTo>(to, i, taken<kTo, kFrom, kAdd>(before, load_element<kFrom>(from, i)));
+      });
 }
 
 template <DType kTo>
-__device__ __forceinline__ void cast_chunk_to(char* to, const char* from, DType from_dtype, int numel) {
-  if constexpr (kTo != DType::kFloat32) {
-    if (from_dtype == DType::kFloat32) {
-      return cast_chunk<kTo, DType::kFloat32>(to, from, numel);
+__device__ __forceinline__ void take_chunk_to(char* to, const char* from, DType from_dtype, int numel, bool add) {
+  const auto take = [&]<DType kFrom>() {
+    if (add) {
+      take_chunk<kTo, kFrom, true>(to, from, numel);
+    } else if constexpr (kTo != kFrom) {
+      take_chunk<kTo, kFrom, false>(to, from, numel);
     }
-  }
-  if constexpr (kTo != DType::kBFloat16) {
-    if (from_dtype == DType::kBFloat16) {
-      return cast_chunk<kTo, DType::kBFloat16>(to, from, numel);
-    }
-  }
-  if constexpr (kTo != DType::kFloat16) {
-    if (from_dtype == DType::kFloat16) {
-      return cast_chunk<kTo, DType::kFloat16>(to, from, numel);
-    }
-  }
-  if constexpr (kTo != DType::kFloat64) {
-    if (from_dtype == DType::kFloat64) {
-      return cast_chunk<kTo, DType::kFloat64>(to, from, numel);
-    }
+  };
+  switch (from_dtype) {
+    case DType::kFloat32:
+      take.template operator()<DType::kFloat32>();
+      break;
+    case DType::kBFloat16:
+      take.template operator()<DType::kBFloat16>();
+      break;
+    case DType::kFloat16:
+      take.template operator()<DType::kFloat16>();
+      break;
+    case DType::kFloat64:
+      take.template operator()<DType::kFloat64>();
+      break;
+    default:
+      break;
   }
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_constant__ CopyLaunch launch) {
+  const CopyItem* const items = launch.items != nullptr ? launch.items : launch.inline_items;
+  const int64_t* const first_chunk = launch.items != nullptr ? launch.first_chunk : launch.inline_first_chunk;
   int64_t index = 0;
   for (int64_t chunk = blockIdx.x; chunk < launch.chunks; chunk += gridDim.x) {
-    index = row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
-    const CopyItem& item = launch.items[index];
-    const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
+    index = row_of_chunk(first_chunk, index, launch.item_count, chunk);
+    const CopyItem& item = items[index];
+    const int64_t begin = (chunk - first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
     const int numel = static_cast<int>(rest < kCopyCudaChunkNumel ? rest : kCopyCudaChunkNumel);
     char* to = static_cast<char*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
+    if (item.from == nullptr) {
+      zero_chunk(to, item.add ? 0 : numel * static_cast<int>(size_of(item.to_dtype)));
+      continue;
+    }
     const char* from = static_cast<const char*>(item.from) + begin * static_cast<int64_t>(size_of(item.from_dtype));
     const DType from_dtype = item.from_dtype;
-    if (item.to_dtype == from_dtype) {
+    if (!item.add && item.to_dtype == from_dtype) {
       switch (static_cast<int64_t>(size_of(from_dtype))) {
         case 8:
           copy_chunk<uint64_t>(to, from, numel);
@@ -136,16 +161,16 @@ __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_con
     }
     switch (item.to_dtype) {  // other pairs are refused by the host, which knows the items
       case DType::kFloat32:
-        cast_chunk_to<DType::kFloat32>(to, from, from_dtype, numel);
+        take_chunk_to<DType::kFloat32>(to, from, from_dtype, numel, item.add);
         break;
       case DType::kBFloat16:
-        cast_chunk_to<DType::kBFloat16>(to, from, from_dtype, numel);
+        take_chunk_to<DType::kBFloat16>(to, from, from_dtype, numel, item.add);
         break;
       case DType::kFloat16:
-        cast_chunk_to<DType::kFloat16>(to, from, from_dtype, numel);
+        take_chunk_to<DType::kFloat16>(to, from, from_dtype, numel, item.add);
         break;
       case DType::kFloat64:
-        cast_chunk_to<DType::kFloat64>(to, from, from_dtype, numel);
+        take_chunk_to<DType::kFloat64>(to, from, from_dtype, numel, item.add);
         break;
       default:
         break;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from bucketwheel.native import core
 from tests.support.reference import bits, from_bf16, to_bf16
 from tests.support.reference_rows import to_fp16
+from tests.support.simulated_cuda import Calls, Graph, posing
+from tests.support.simulated_streams import checked
 
 CHUNK = 32768
 
@@ -122,11 +125,17 @@ def test_copy_refuses_and_changes_nothing() -> None:
         (ValueError, r"inputs\[1\] is not contiguous", [ok, torch.zeros(4)], [x, torch.ones(8)[::2]]),
         (TypeError, "item 1: cannot copy int32 to float32", [ok, torch.zeros(4)], [x, x.int()]),
         (TypeError, "item 1: cannot copy float64 to int64", [ok, torch.zeros(4).long()], [x, x.double()]),
-        (TypeError, r"inputs\[1\]: expected a torch.Tensor, got NoneType", [ok, ok], [x, None]),
+        (TypeError, r"inputs\[1\]: expected a torch.Tensor, got int", [ok, ok], [x, 3]),
+        (TypeError, r"outputs\[1\]: expected a torch.Tensor, got NoneType", [ok, None], [x, x]),
     ):
         with pytest.raises(error, match=message):
             core.copy_all(to, source)
         assert torch.equal(ok, torch.zeros(4))
+    with pytest.raises(TypeError, match="item 1: cannot add int32 to int32"):
+        core.copy_all([ok, ok.int()], [x, x.int()], [False, True])
+    with pytest.raises(ValueError, match="outputs has 2 tensors, adds has 1"):
+        core.copy_all([ok, ok], [x, x], [True])
+    assert torch.equal(ok, torch.zeros(4))
     core.copy_all([], [])
 
 
@@ -141,3 +150,142 @@ def test_copies_past_the_cache_are_whole_and_no_longer() -> None:
             core.copy_all([target[begin : begin + numel]], [read])
             expected[begin : begin + numel] = read
             assert torch.equal(target, expected), (begin, numel, further)
+
+
+# ---- copies, casts, additions and zeros, on the CPU and on the simulated CUDA device
+
+MAX_INLINE = 100  # CopyLaunch::kMaxInline
+PLACES = {"cpu": nullcontext, "simulated cuda": posing}
+
+
+def some(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits in the first half; numbers near each other, so that sums round, in the other one."""
+    random = torch.Generator().manual_seed(seed)
+    if dtype not in FLOATS:
+        return torch.randint(-100, 100, (numel,), generator=random).to(dtype)
+    any_bits = torch.randint(0, 256, (numel * dtype.itemsize,), generator=random).to(torch.uint8).view(dtype)
+    return torch.cat([any_bits[: numel // 2], torch.randn(numel - numel // 2, generator=random).to(dtype)])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("source", FLOATS, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("to", FLOATS, ids=lambda d: str(d)[6:])
+def test_sums_have_the_bits_of_torchs_add(to: torch.dtype, source: torch.dtype, place: str) -> None:
+    start = [some(n, to, n) for n in SIZES]
+    inputs = [some(n, source, n + 1) for n in SIZES]
+    got = [x.clone() for x in start]
+    with PLACES[place]():
+        core.copy_all(got, inputs, [True] * len(SIZES))
+    for a, before, x in zip(got, start, inputs, strict=True):
+        assert torch.equal(bits(a), bits(before.add_(x)))
+
+
+class Mixed:
+    """Items of all kinds in turn, in slots of one buffer whose other bytes stay, between elements of any alignment."""
+
+    def __init__(self, count: int) -> None:
+        kinds = [
+            (torch.float32, torch.float32, "copy"),
+            (torch.bfloat16, torch.float32, "copy"),
+            (torch.bfloat16, torch.bfloat16, "add"),
+            (torch.float32, torch.float16, "add"),
+            (torch.int64, None, "zeros"),
+            (torch.bfloat16, None, "zeros"),
+            (torch.uint8, torch.uint8, "copy"),
+            (torch.float64, None, "nothing"),
+        ]
+        self.buffer = torch.randint(0, 256, (count * 4096,), dtype=torch.uint8)
+        self.expected = self.buffer.clone()
+        self.outputs: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor | None] = []
+        self.adds: list[bool] = []
+        for i in range(count):
+            to, source, kind = kinds[i % len(kinds)]
+            begin, numel = 4096 * i + i % 3 * to.itemsize + 8, (i * 37) % 400
+            end = begin + numel * to.itemsize
+            x = None if source is None else some(numel + i % 5, source, i)[i % 5 :]
+            slot = self.expected[begin:end].view(to)
+            if x is not None and kind == "add":
+                slot[:] = self.buffer[begin:end].view(to)[:] = some(numel, to, i + 1)
+                slot.add_(x)
+            elif kind != "nothing":
+                slot.copy_(torch.zeros(()) if x is None else x)
+            self.outputs.append(self.buffer[begin:end].view(to))
+            self.inputs.append(x)
+            self.adds.append(kind in ("add", "nothing"))
+
+    def run(self) -> None:
+        core.copy_all(self.outputs, self.inputs, self.adds)
+
+    def expect_done(self) -> None:
+        same = self.buffer == self.expected
+        for i, out in enumerate(self.outputs):  # NaNs are one
+            begin = out.data_ptr() - self.buffer.data_ptr()
+            end = begin + out.numel() * out.element_size()
+            if out.is_floating_point():
+                assert torch.equal(bits(out), bits(self.expected[begin:end].view(out.dtype))), i
+                same[begin:end] = True
+        assert same.all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("count", [8, MAX_INLINE, MAX_INLINE + 1, 3 * MAX_INLINE])
+def test_one_call_copies_casts_adds_and_zeroes(count: int, place: str) -> None:
+    items = Mixed(count)
+    with PLACES[place]():
+        items.run()
+    items.expect_done()
+
+
+def test_items_that_fit_cost_one_call_and_no_order_with_other_streams() -> None:
+    """And more of them an upload, behind the last one."""
+    with posing():
+        streams = [core.Stream(name, 0) for name in "ab"]
+        for count, is_inline in ((MAX_INLINE, True), (MAX_INLINE + 1, False)):
+            all_items = [Mixed(count) for _ in streams for _ in range(2)]
+            calls = Calls()
+            for items, stream in zip(all_items, streams * 2, strict=True):
+                core.set_posed_stream(stream.cuda_stream)
+                items.run()
+            core.set_posed_stream(0)
+            made = calls.since()
+            del made["get_device"]  # which reads a variable of the thread
+            assert made["launch_copy"] == len(all_items)
+            assert (made == {"launch_copy": len(all_items)}) == is_inline, made
+            assert ("stream_wait_event" in made) == (not is_inline)
+            for stream in streams:
+                stream.synchronize()
+            for items in all_items:
+                items.expect_done()
+
+
+@pytest.mark.parametrize("count", [8, MAX_INLINE + 1])
+def test_a_captured_call_keeps_its_items(count: int) -> None:
+    items, others = Mixed(count), Mixed(count)
+    before = items.buffer.clone()
+    with posing() as library:
+        with Graph(library) as graph:
+            items.run()
+        assert torch.equal(items.buffer, before)
+        others.run()
+        for _ in range(2):
+            items.buffer.copy_(before)
+            graph.replay()
+            items.expect_done()
+    others.expect_done()
+
+
+@pytest.mark.parametrize("kind", ["copy", "add", "zeros"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_check_of_streams_knows_what_a_launch_touches(kind: str, reads: bool) -> None:
+    x, y, z = torch.ones(5), torch.zeros(5), torch.zeros(5)
+    with posing(), checked(1) as races:
+        a, b = core.Stream("a", 0), core.Stream("b", 0)
+        core.set_posed_stream(a.cuda_stream)
+        core.copy_all([y], [None if kind == "zeros" else x], [kind == "add"])
+        core.set_posed_stream(b.cuda_stream)
+        core.copy_all([z], [y]) if reads else core.copy_all([x], [z])
+        core.set_posed_stream(0)
+        a.synchronize()
+        b.synchronize()
+    assert len(races) == (reads or kind != "zeros"), races

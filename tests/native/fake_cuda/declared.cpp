@@ -131,8 +131,11 @@ void declare(const Says& it, const CopyLaunch& launch) {
   it.reads(launch.items, launch.item_count);
   it.reads(launch.first_chunk, launch.item_count + 1);
   for (int64_t i = 0; i < launch.item_count; ++i) {
-    it.reads(launch.items[i].from, launch.items[i].numel, launch.items[i].from_dtype);
-    it.writes(launch.items[i].to, launch.items[i].numel, launch.items[i].to_dtype);
+    const CopyItem& item = launch.items != nullptr ? launch.items[i] : launch.inline_items[i];
+    it.reads(item.from, item.numel, item.from_dtype);
+    if (item.from != nullptr || !item.add) {
+      it.writes(item.to, item.numel, item.to_dtype);  // and reads, where it adds: a write is in order with both
+    }
   }
 }
 
