@@ -287,40 +287,6 @@ inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared
   return comm.reduce_scatter({pair}, {}, std::move(sink), std::move(options));
 }
 
-// Hands the first `numel` elements on: the rest of the gathered buffer is there because ranks have equal parts.
-class FirstElements final : public ReduceSink {
- public:
-  FirstElements(std::shared_ptr<ReduceSink> sink, int64_t numel) : sink_(std::move(sink)), numel_(numel) {}
-  bool takes(DType dtype) const override { return sink_->takes(dtype); }
-  void consume(size_t pair, int64_t begin, const void* values, int64_t numel) override {
-    if (begin < numel_) {
-      sink_->consume(pair, begin, values, std::min(numel, numel_ - begin));
-    }
-  }
-  void enqueue(size_t pair, std::span<const void* const> sources, DType dtype, int64_t, Stream& stream) override {
-    sink_->enqueue(pair, sources, dtype, numel_, stream);
-  }
-
- private:
-  std::shared_ptr<ReduceSink> sink_;
-  const int64_t numel_;
-};
-
-// Gathers `full` in place (this rank's shard is its own part), and gives its first `numel` elements to `sink`.
-inline HandleRef all_gather_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink, int64_t numel,
-                                    const std::vector<HandleRef>& after) {
-  const View tensor = full_view(comm, full);
-  BW_EXPECTS(0 <= numel && numel <= tensor.numel,
-             "numel is " + std::to_string(numel) + ", full has " + std::to_string(tensor.numel) + " elements");
-  View shard{tensor.data, tensor.numel / comm.world(), tensor.dtype};
-  shard.data = static_cast<std::byte*>(tensor.data) + static_cast<size_t>(comm.rank()) * shard.size_bytes();
-  IssueOptions options = issue_options(comm.device(), py::none(), after, false);
-  options.keepalive.push_back(held(full));
-  auto first = std::make_shared<FirstElements>(std::move(sink), numel);
-  const WithoutGil unlocked;
-  return comm.all_gather({{tensor, shard}}, std::move(options), std::move(first));
-}
-
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
   const std::string_view view = payload;
   const WithoutGil unlocked;  // another thread may be collecting, and need it
@@ -438,8 +404,6 @@ inline void bind_comm(py::module_& m) {
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
-      .def("all_gather_to_sink", &all_gather_to_sink, py::arg("full"), py::arg("sink").none(false), py::arg("numel"),
-           py::arg("after") = std::vector<HandleRef>())
       .def("all_reduce", &all_reduce_tensor, py::arg("tensor"), py::arg("op") = "sum", py::arg("stream") = py::none(),
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("broadcast", &broadcast_tensor, py::arg("tensor"), py::arg("root"), py::arg("stream") = py::none(),
@@ -462,7 +426,7 @@ inline void bind_comm(py::module_& m) {
   m.def("make_request", &make_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
         py::arg("op") = py::none());
   // Its destructor waits for a look, which needs no GIL.
-  py::class_<Tie>(m, "Tie")
+  py::class_<Tie, std::shared_ptr<Tie>>(m, "Tie")
       .def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"))
       .def("look", &Tie::look, Unlocked());
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;

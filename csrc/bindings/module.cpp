@@ -15,7 +15,7 @@
 #include "bindings/peers_py.h"
 #include "bindings/placement_py.h"
 #include "bindings/pool_py.h"
-#include "bindings/schedule_py.h"
+#include "bindings/window_py.h"
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "The native core of bucketwheel.";
@@ -33,7 +33,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_c10d(m);
   bucketwheel::bind_norm(m);
   bucketwheel::bind_norm_cuda(m);
-  bucketwheel::bind_schedule(m);
   bucketwheel::bind_placement(m);
-  bucketwheel::bind_arrivals(m);
+  bucketwheel::bind_window(m);
 }

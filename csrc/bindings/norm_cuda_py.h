@@ -99,11 +99,11 @@ inline void clip_cuda(int device, py::handle param_sums, py::handle factors, py:
 }
 
 // ShardAccumulatorCuda with what it writes to; what a reduce-scatter on CUDA fills.
-class PyShardAccumulatorCuda final : public ReduceSink {
+class PyShardAccumulatorCuda final : public GradSink {
  public:
   PyShardAccumulatorCuda(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments, py::handle sums)
       : shard_owner_(held(shard)), sums_owner_(held(sums)), accumulator_(made(shard, segments, sums)) {}
-  void start(bool add) { accumulator_.start(add); }
+  void start(bool add) override { accumulator_.start(add); }
   int64_t span_of(size_t segment) const { return accumulator_.span_of(segment); }
 
   bool takes(DType dtype) const override { return shard_takes(accumulator_.dtype(), dtype); }
@@ -143,7 +143,7 @@ inline void bind_norm_cuda(py::module_& m) {
   m.def("clip_cuda", &clip_cuda, py::arg("device"), py::arg("param_sums"), py::arg("factors"),
         py::arg("chosen").none(true), py::arg("average"), py::arg("max_norm").none(true), py::kw_only(),
         py::arg("norm"), py::arg("param_norms").none(true) = py::none(), py::arg("resets") = false);
-  py::class_<PyShardAccumulatorCuda, ReduceSink, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
+  py::class_<PyShardAccumulatorCuda, GradSink, std::shared_ptr<PyShardAccumulatorCuda>>(m, "ShardAccumulatorCuda")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&, py::handle>(), py::arg("shard"),
            py::arg("segments"), py::arg("sums"))
       .def("start", &PyShardAccumulatorCuda::start, py::arg("add"))

@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -18,6 +17,7 @@
 #include "bindings/dlpack.h"
 #include "comm/comm.h"
 #include "kernels/norm.h"
+#include "window/grad_sink.h"
 
 namespace bucketwheel {
 
@@ -75,11 +75,11 @@ inline std::vector<ShardAccumulator::Segment> segments_of(const std::vector<std:
 
 // A gradient shard that a reduce-scatter fills block by block: on the communicator's stream, without the GIL. One pass at a
 // time: start() only after the last pass has ended.
-class PyShardAccumulator final : public ReduceSink {
+class PyShardAccumulator final : public GradSink {
  public:
   PyShardAccumulator(py::handle shard, const std::vector<std::pair<int64_t, int64_t>>& segments)
       : owner_(held(shard)), accumulator_(made(shard, segments)) {}
-  void start(bool add) { accumulator_.start(add); }
+  void start(bool add) override { accumulator_.start(add); }
   void consume_tensor(int64_t begin, py::handle values) {
     const dlpack::Described block = block_of(values, shard_sum_dtype(accumulator_.dtype()), {"values", 0});
     accumulator_.consume(begin, block.data, block.numel);
@@ -136,36 +136,14 @@ class PyParamSums {
   std::vector<std::vector<Piece>> params_;
 };
 
-// Stores the sums in host memory: in float32, or in float64 those of float64. Has no state: passes may be issued while
-// others have yet to run.
-class StoringSink final : public ReduceSink {
- public:
-  explicit StoringSink(py::handle to) : to_(block_of(to, std::nullopt, {"to", 0})), owner_(held(to)) {
-    if (to_.dtype != DType::kFloat64) {
-      dlpack::expect_dtype(to_, DType::kFloat32, {"to", 0});
-    }
-  }
-  bool takes(DType dtype) const override { return shard_takes(to_.dtype, dtype); }
-  void consume(size_t, int64_t begin, const void* sum, int64_t numel) override {
-    BW_EXPECTS(begin + numel <= to_.numel, "a block that ends at " + std::to_string(begin + numel) +
-                                               " in a buffer of " + std::to_string(to_.numel) + " elements");
-    const size_t bytes = size_of(to_.dtype);
-    std::memcpy(static_cast<std::byte*>(to_.data) + static_cast<size_t>(begin) * bytes, sum,
-                static_cast<size_t>(numel) * bytes);
-  }
-
- private:
-  const dlpack::Described to_;
-  std::shared_ptr<void> owner_;
-};
-
 inline void bind_norm(py::module_& m) {
   m.def("sumsq", &sumsq_of_list, py::arg("tensors"));
   m.def(
       "fold",
       [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
       py::arg("values"));
-  py::class_<PyShardAccumulator, ReduceSink, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
+  const py::class_<GradSink, ReduceSink, std::shared_ptr<GradSink>> sink(m, "GradSink");
+  py::class_<PyShardAccumulator, GradSink, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
            py::arg("segments"))
       .def("start", &PyShardAccumulator::start, py::arg("add"))
@@ -175,8 +153,6 @@ inline void bind_norm(py::module_& m) {
       .def(py::init<>())
       .def("add", &PyParamSums::add, py::arg("pieces"))
       .def("sums", &PyParamSums::sums, py::arg("has"));
-  py::class_<StoringSink, ReduceSink, std::shared_ptr<StoringSink>>(m, "StoringSink")
-      .def(py::init<py::handle>(), py::arg("to"));
 }
 
 }  // namespace bucketwheel

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "device/device_cuda.h"
 
 namespace bucketwheel {
 namespace {
@@ -88,7 +89,7 @@ std::vector<EventRef> Arena::open_events(const Place& place, std::vector<EventRe
     if (event == nullptr || std::ranges::find(events, event) != events.end()) {
       continue;
     }
-    if (event->query()) {
+    if (!belongs_to_graph(*event) && event->query()) {
       done->push_back(std::move(event));
     } else {
       events.push_back(event);

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from bucketwheel.device import CPU, device_index, device_named, native_stream, t
 from bucketwheel.errors import Error, expect_int
 from bucketwheel.native import core
 from bucketwheel.native.modules import native
+from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.pool import Pool
 from bucketwheel.torch_internals import increment_version, keep_out_of_graphs, timeout_of
 
@@ -379,33 +380,21 @@ class Communicator:
         comm = self.gathers
         return Handle(comm._native.all_gather([full], [shard], after=[one._native for one in after]), comm)
 
-    def _reduce_scatter_into(self, full: torch.Tensor, sink: Any, *, after: Sequence[Handle] = ()) -> Handle:
-        """Sum ``full`` over the ranks and feed this rank's part to ``sink`` (a native ``ReduceSink``), in fp32 blocks."""
-        return Handle(self._native.reduce_scatter_to_sink(full, sink, after=[one._native for one in after]), self)
-
-    def _all_gather_to_sink(self, full: torch.Tensor, sink: Any, numel: int, *, after: Sequence[Handle] = ()) -> Handle:
-        """Gather ``full`` in place, in `gathers`, and feed its first ``numel`` elements to ``sink``."""
-        comm = self.gathers
-        return Handle(comm._native.all_gather_to_sink(full, sink, numel, after=[one._native for one in after]), comm)
-
     # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
 
     @property
     def _replicate(self) -> Communicator | None:
         return None
 
-    @property
-    def _partial_bytes(self) -> int:
-        return 0
+    def _reducers(self) -> tuple[list[Any], Any, bool, bool]:
+        return [self._native], None, False, False
 
-    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
-        """Sums are whole after one operation: there is nothing to prepare."""
-
-    def _begin_capture(self) -> None:
-        """Operations wait for none of another CUDA graph."""
+    def _plan_sums(self, shards: Sequence[tuple[int, torch.dtype]], limit: int) -> Plan:
+        """Sums are whole after one operation."""
+        return Plan.of_turns("sums", [], [])
 
     def _release(self) -> None:
-        """The communicator stays open: the optimizer has no memory of its own in it."""
+        """The communicator stays open."""
 
     # --- its end -----------------------------------------------------------------------------------------------------
 

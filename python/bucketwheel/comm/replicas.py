@@ -1,46 +1,33 @@
 """HSDP: gradients and states are sharded over one group of ranks and replicated over another.
 
 A rank's *shard group* are the ranks among which its gradients and states are sharded; its *replicas* are the ranks of
-other shard groups that own the same shard. A bucket is reduced in three operations, [Note: reducing with replicas]:
-
-1. reduce-scatter over the shard group: the *partial sum* of this rank's shard, in fp32 (fp64 of fp64), into a buffer
-   of its own;
-2. reduce-scatter over the R replicas, in place: each sums an R-th of the shard;
-3. all-gather over the replicas, in place. Its sink is the gradient shard, which takes the whole sum and its norm.
-
-Every element is summed by one rank, in rank order, and the replicas receive its bits, so replicas stay bitwise equal
-whatever order NCCL adds in. Adding up gathered partial sums on every rank would save an operation, but each rank would
-receive R - 1 of them instead of 2 (R - 1) / R: as much for two replicas, more for every other number.
-Partial sums travel in fp32 although buckets may have 16 bits: gradients are rounded, sums are not.
+other shard groups that own the same shard. A bucket is reduced in three operations: [Note: reducing with replicas],
+csrc/window/reductions.h.
 
 What hosts agree on is exchanged within the shard group and then among the replicas.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bucketwheel.comm import nccl
-from bucketwheel.comm.collectives import reduce_scatter
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.handle import Handle, wait_all
-from bucketwheel.device import CPU, torch_device
+from bucketwheel.comm.handle import Handle
+from bucketwheel.device import CPU
 from bucketwheel.errors import Error
 from bucketwheel.native import core
-from bucketwheel.pool.pool import Lease, Pool
-from bucketwheel.pool.slots import Slot, Slots, plan_slots
+from bucketwheel.pool.plan import Plan
+from bucketwheel.pool.pool import Pool
 
 
 class Reducer(Protocol):
@@ -70,22 +57,17 @@ class Reducer(Protocol):
     def _replicate(self) -> Communicator | None:
         """The communicator of the replicas, beside the one that gradients are sharded over."""
 
-    @property
-    def _partial_bytes(self) -> int:
-        """Memory for partial sums."""
-
     def exchange(self, payload: bytes) -> list[bytes]: ...
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle: ...
-    def _reduce_scatter_into(self, full: Tensor, sink: Any) -> Handle: ...
-    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
-        """Make memory for the partial sums of ``limit`` buckets at once. ``buckets``, in the order of their launches: what
-        `_reduce_scatter_into` will be given as ``sink``, the elements of a shard, and the dtype."""
+    def _reducers(self) -> tuple[list[Any], Any, bool, bool]:
+        """Native ``Reducers``, as `core.Window` takes them: communicators, their ``Tie``, defers, takes_turns."""
 
-    def _begin_capture(self) -> None:
-        """The next bucket belongs to another CUDA graph, or to none: it waits for no operation of those before."""
+    def _plan_sums(self, shards: Sequence[tuple[int, torch.dtype]], limit: int) -> Plan:
+        """Where the partial sums of ``limit`` buckets lie at once. ``shards``: elements of a shard and dtype of each bucket,
+        in the order of their launches."""
 
     def _release(self) -> None:
-        """Give the memory of partial sums back. From now on the communicators fail apart again."""
+        """From now on the communicators fail apart again."""
 
     def abort(self, reason: str) -> None: ...
 
@@ -112,14 +94,6 @@ class Replicas:
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
         self.is_registered = False
-        # Where partial sums are by plan, by the sink of their bucket. Made by _prepare_sums, until _free_sums.
-        self._slots: Slots | None = None
-        self._partials: dict[Any, _Partial] = {}
-        # Leases of those that found no slot, and the last operation that uses each. Until that is ordered.
-        self._on_side: list[tuple[Lease, Handle]] = []
-        # Reductions whose second or third operation is not issued, in the order of the buckets.
-        self._waiting: collections.deque[ReplicaReduction] = collections.deque()
-        self._last: Handle | None = None  # the last operation issued, for _takes_turns; None in a new graph
         # On one CUDA device that ranks share, issuing behind an operation waits until all ranks have issued that one:
         # a hook must not, for they may be waiting for this rank.
         self._defers = any(comm.backend == "local" and comm.device != CPU for comm in (shard, replicate))
@@ -251,116 +225,25 @@ class Replicas:
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 
-    def _prepare_sums(self, buckets: Iterable[tuple[Any, int, torch.dtype]], limit: int) -> None:
-        if self._slots is not None:
-            self._free_sums()
-            self._replicate.pool.trim()  # slots of other sizes come
-        # Sums are in float32, or in float64.
-        kinds = [(sink, numel, torch.promote_types(dtype, torch.float32)) for sink, numel, dtype in buckets]
-        sizes = [self._padded(numel) * dtype.itemsize for _, numel, dtype in kinds]
-        turns = [(number, min(number + limit, len(sizes))) for number in range(len(sizes))]
-        self._slots = Slots.leased(plan_slots("sums", sizes, turns), self._replicate.pool)
-        for number, (sink, numel, dtype) in enumerate(kinds):
-            self._partials[sink] = self._partial_in(self._slots.slot(number), numel, dtype)
+    def _reducers(self) -> tuple[list[Any], Any, bool, bool]:
+        replicate = self._replicate
+        comms = [self.shard._native, replicate._native, replicate.gathers._native]
+        return comms, self._tie, self._defers, self._takes_turns
 
-    def _partial_in(self, memory: Lease | Slot, numel: int, dtype: torch.dtype) -> _Partial:
-        full = memory.tensor(dtype, (self._padded(numel),))
-        return _Partial(memory, full, numel, _storing_sink(full.narrow(0, 0, numel), self.device))
-
-    def _padded(self, numel: int) -> int:
-        """The elements of a shard and padding: a multiple of the replicas."""
-        return -(-numel // self._replicate.size) * self._replicate.size
-
-    def _take_partial(self, sink: Any) -> tuple[_Partial, Handle | None]:
-        """Where the sums of the bucket with this ``sink`` go, and what the reduce-scatter waits for; this thread does not."""
-        self._advance()
-        self._free_side()
-        partial, slots = self._partials[sink], self._slots
-        assert slots is not None and isinstance(partial.memory, Slot)
-        last = partial.memory.last_use()
-        if partial.memory.is_free and (last is None or not self._defers or last.is_ordered()):
-            partial.memory.take()
-            return partial, last
-        pool, full = self._replicate.pool, partial.full
-        pool.reserve(full.nbytes, slab_bytes=max(slots.sizes))
-        return self._partial_in(pool.acquire("", full.nbytes), partial.numel, full.dtype), None
-
-    def _give_partial(self, partial: _Partial, last: Handle) -> None:
-        """``last``: the last operation that reads or writes it."""
-        if isinstance(partial.memory, Slot):
-            partial.memory.release(after=last)
-        else:  # somebody else would wait for the peers
-            self._on_side.append((partial.memory, last))
-
-    def _free_side(self) -> None:
-        for lease, last in self._on_side:
-            if last.is_ordered():
-                lease.release(after=last)
-        self._on_side = [one for one in self._on_side if one[0].is_live]
-
-    def _reduce_scatter_into(self, full: Tensor, sink: Any) -> ReplicaReduction:
-        """Sums ``full`` over all ranks and feeds this rank's part to ``sink``; [Note: reducing with replicas]."""
-        partial, used_by = self._take_partial(sink)
-        last = self._last if self._takes_turns else None
-        after = [handle for handle in (used_by, last) if handle is not None]
-        with self._failing_as_one():
-            first = self.shard._reduce_scatter_into(full, partial.sink, after=after)
-            reduction = ReplicaReduction(self, first, partial, sink)
-            self._waiting.append(reduction)
-            self._advance()
-        return reduction
-
-    def _advance(self, until: ReplicaReduction | None = None) -> None:
-        """Issues what can be, and, by waiting where it must, all of ``until``; in the order of the buckets."""
-        while self._waiting:
-            reduction = self._waiting[0]
-            if self._defers and not reduction.steps[-1].is_ordered():
-                if until is None or until.is_issued:
-                    return
-                reduction.steps[-1].wait()
-            reduction._issue_next()
-            if reduction.is_issued:
-                self._last = reduction.steps[-1]
-                self._waiting.popleft()
-
-    @property
-    def _partial_bytes(self) -> int:
-        planned = 0 if self._slots is None else self._slots.plan.total_bytes
-        return planned + sum(lease.nbytes for lease, _ in self._on_side)
-
-    def _begin_capture(self) -> None:
-        """[Note: captured windows]"""
-        self._last = None
-        if self._slots is not None:
-            self._slots.forget()
-
-    def _free_sums(self) -> None:
-        """What is not issued to the end never will be; but operations that are issued own what they write, to their end."""
-        self._free_side()
-        if self._slots is not None:
-            self._slots.release()
-        self._slots = None
-        self._partials.clear()
-        self._waiting.clear()
-        self._on_side.clear()
+    def _plan_sums(self, shards: Sequence[tuple[int, torch.dtype]], limit: int) -> Plan:
+        """Sums are in float32, or in float64."""
+        ranks = self._replicate.size
+        sizes = [
+            -(-numel // ranks) * ranks * torch.promote_types(dtype, torch.float32).itemsize for numel, dtype in shards
+        ]
+        return Plan.of_turns("sums", sizes, [(i, min(i + limit, len(sizes))) for i in range(len(sizes))])
 
     def _release(self) -> None:
         """Local."""
-        self._free_sums()
         self._tie = None
 
 
 _Table = list[list[list[Any]]]  # by shard group, by rank of it: a token of the rank's own, and whether it has order
-
-
-@dataclass
-class _Partial:
-    """Memory for a partial sum of ``numel`` elements: as a padded tensor, and what stores the sum there."""
-
-    memory: Lease | Slot
-    full: Tensor
-    numel: int
-    sink: Any
 
 
 def reducer_of(shard: Communicator, replicate: Communicator | None) -> Reducer:
@@ -369,65 +252,6 @@ def reducer_of(shard: Communicator, replicate: Communicator | None) -> Reducer:
         return shard
     replicas = Replicas(shard, replicate)  # checks the groups, of one replica too
     return shard if replicate.size == 1 else replicas
-
-
-class ReplicaReduction(Handle):
-    """The handle of one bucket's three operations, and its way from one to the next."""
-
-    __slots__ = ("_replicas", "_partial", "_sink", "steps")
-
-    def __init__(self, replicas: Replicas, first: Handle, partial: _Partial, sink: Any) -> None:
-        super().__init__(first._native, replicas.shard)  # `event`: when the bucket's memory is nobody's any more
-        self.steps = [first]
-        self._replicas = replicas
-        self._partial = partial
-        self._sink = sink
-
-    @property
-    def is_issued(self) -> bool:
-        return len(self.steps) == 3
-
-    def _issue_next(self) -> None:
-        replicate, partial = self._replicas._replicate, self._partial
-        full = partial.full
-        after = [self.steps[-1]]  # in: the sums are there; out: `_give_partial`, which the next bucket there waits for
-        if len(self.steps) == 1:
-            own = full.narrow(0, replicate.rank * (full.numel() // replicate.size), full.numel() // replicate.size)
-            self.steps.append(reduce_scatter([own], [full], replicate, after=after))
-        else:
-            self.steps.append(replicate._all_gather_to_sink(full, self._sink, partial.numel, after=after))
-            self._replicas._give_partial(partial, self.steps[-1])
-
-    def wait(self, stream: Any = None, *, timeout: float | timedelta | None = None) -> ReplicaReduction:
-        """`Handle.wait`, of all three."""
-        if timeout is not None:
-            self.synchronize(timeout)
-        with self._replicas._failing_as_one():
-            self._replicas._advance(self)
-            wait_all(self.steps, stream)
-        return self
-
-    def synchronize(self, timeout: float | timedelta | None = None) -> ReplicaReduction:
-        """`Handle.synchronize`, of all three, each within ``timeout``."""
-        with self._replicas._failing_as_one() if timeout is None else contextlib.nullcontext():
-            self._replicas._advance(self)
-            for step in self.steps:
-                step.synchronize(timeout)
-        return self
-
-    def query(self) -> bool:
-        """`Handle.query`, of all three."""
-        self._replicas._advance()
-        return self.is_issued and all(step.query() for step in self.steps)
-
-    def is_ordered(self) -> bool:
-        """`Handle.is_ordered`, of all three."""
-        self._replicas._advance()
-        return self.is_issued and self.steps[-1].is_ordered()
-
-    def await_order(self, timeout: float) -> bool:
-        """`Handle.await_order`, where nothing is deferred; else at once."""
-        return self.steps[-1].await_order(timeout) if self.is_issued else self.is_ordered()
 
 
 REPLICAS_MARK = b"replicate_group:"  # begins the first payload that ranks with replicas exchange
@@ -441,11 +265,3 @@ def _unpacked(packed: bytes) -> list[bytes]:
         at = begin + _LENGTH.unpack_from(packed, at)[0]
         found.append(packed[begin:at])
     return found
-
-
-def _storing_sink(to: Tensor, device: int) -> Any:
-    """Stores the sums of a reduce-scatter in ``to``."""
-    if device == CPU:
-        return core.StoringSink(to)
-    sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(0), dtype=torch.float64, device=torch_device(device))
-    return core.ShardAccumulatorCuda(to, [], sums)

@@ -148,7 +148,7 @@ class ShardedGrad(Tensor):
 
     def give_to_reducer(self) -> None:
         """A reducer reads this placeholder. From now on the hooks of this process look at `is_in_reducer`."""
-        core.Arrivals.expect_reducers()
+        core.Window.expect_reducers()
         self.is_in_reducer = True
 
     def reject_reducer_view(self, grad: Tensor) -> None:

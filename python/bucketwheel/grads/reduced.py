@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import array
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class _Param:
 class ReducedGrads:
     """The gradients of all parameters after reduction. Methods marked collective are called by all ranks in one order.
 
-    Flags are bytes, one for each parameter. ``row_sums`` (CUDA): float64; reduce-scatters write the sums of squares of
+    ``row_sums`` (CUDA): float64; reduce-scatters write the sums of squares of
     shard spans there. ``replicate``: the ranks whose shards hold the same sums. A norm adds what the ranks of ``comm`` have;
     what all ranks must agree on (`found_inf`) asks those of ``replicate`` too.
     """
@@ -73,24 +73,19 @@ class ReducedGrads:
         self.comm = comm
         self.average = average
         self.row_sums = row_sums
-        self.factors = GradFactors(param_count, comm.device)
+        self.table = core.GradTable(comm.device, param_count)
+        self.factors = GradFactors(self.table, comm.device)
         self.norm_dtype = torch.float32
         self._replicate = replicate
         self._device = comm.device
         self._is_on_cpu = comm.device < 0
         self._uploads = Uploads(comm.device)
         self._params: list[_Param] = []
-        # The shards hold a gradient of an earlier window. Set by the end of a window, cleared where a gradient is dropped.
-        self._content = bytearray(param_count)
-        # The content is zeros, by a decision of this rank alone. Until the next window ends, where all ranks agree.
-        self._zeroed = bytearray(param_count)
-        # Changed since its last reduce-scatter, so the sum of squares that was made on arrival does not hold. Until the next
-        # window, or until the sums are made again (CUDA).
-        self._edited = bytearray(param_count)
         self._arrival_sums = core.ParamSums() if self._is_on_cpu else None
         self._row_tables: tuple[Tensor, Tensor] | None = None  # CUDA: `_rows_of_params`, if not uploaded in a capture
-        # Per parameter, of the whole gradient: the sum of squares. None from any change until somebody asks.
+        # Per parameter, of the whole gradient: the sum of squares, of this version of the table. None until somebody asks.
         self._sums: Tensor | None = None
+        self._version = -1
         # CUDA: a window has ended in a capture (on all ranks, while a capture may fail on some before that). Stays.
         self._has_graph = False
 
@@ -98,74 +93,27 @@ class ReducedGrads:
         assert info.index == len(self._params)
         self.norm_dtype = norm_dtype_of((self.norm_dtype, info.dtype))
         self._params.append(_Param(info, packing, packed, pieces))
+        self.table.set_pieces(info.index, [piece.grad for piece in pieces])
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
 
     def carry_over(self, old: ReducedGrads, indices: Sequence[int]) -> None:
-        """The shards of the first parameters are those of ``indices`` in ``old``, which is of no use afterwards."""
-        count = len(indices)
-        self._content[:count] = bytes(old._content[i] for i in indices)
-        self._zeroed[:count] = bytes(old._zeroed[i] for i in indices)
+        """Parameter i takes over the gradient of parameter indices[i] of ``old``. Do not use ``old`` afterwards."""
         self.factors.carry_over(old.factors, indices)
-        self._mark_edited(range(count))  # the accumulators that have summed are gone
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Of what is kept for each parameter beside its gradient: flags, factors, sums of squares."""
         sums = sum(kept.nbytes for kept in (self._sums, self.row_sums) if kept is not None)
-        return 3 * len(self._content) + self.factors.nbytes + sums
+        return 12 * len(self._params) + self.factors.nbytes + sums
 
-    # --- content -----------------------------------------------------------------------------------------------------
+    # --- content: which parameters have a sum in the shards is in `table` --------------------------------------------
 
-    @property
-    def content(self) -> bytes:
-        """Flags: `has_content`."""
-        return bytes(self._content)
-
-    def has_content(self, index: int) -> bool:
-        """Whether the shards hold a gradient of an earlier window."""
-        return bool(self._content[index])
-
-    def set_content(self, held: bytes) -> None:
-        """A window ended: exactly the parameters ``held`` have a gradient."""
-        self._content[:] = held
-        self._zeroed[:] = bytes(len(held))
-        if not all(held):
-            for index, is_held in enumerate(held):
-                if not is_held:
-                    self.factors.set(index)
+    def settle_window(self) -> None:
+        """A window has ended."""
         if not self._is_on_cpu:
             self._has_graph = self._has_graph or (self.factors.may_be_replayed and core.is_capturing(self._device))
             self.settle()
-
-    def older(self) -> bytes:
-        """Flags: whether values of an earlier window still count, for nobody has dropped or zeroed them here."""
-        if not any(self._zeroed):
-            return bytes(self._content)
-        return bytes(has and not is_zeroed for has, is_zeroed in zip(self._content, self._zeroed, strict=True))
-
-    def replace_by_zero(self, index: int) -> None:
-        """Makes a gradient of an earlier window zero, with whatever was pending for it."""
-        self.zero(index)
-        self._zeroed[index] = True
-        self.factors.set(index)
-
-    def zero(self, index: int) -> None:
-        """Zeroes what the shards hold of a parameter."""
-        for piece in self._params[index].pieces:
-            piece.grad.zero_()
-        self._mark_edited([index])
-
-    def forget(self, index: int) -> None:
-        """Drops a parameter's gradient. The shards keep its numbers; a window that adds to them zeroes them first."""
-        self._sums = None
-        self.factors.set(index)
-        self._content[index] = False
-
-    def forget_all(self) -> None:
-        self._sums = None
-        self.factors.reset_all()
-        self._content[:] = bytes(len(self._content))
 
     def flush_factor(self, index: int, remaining: float = 1.0) -> None:
         """Multiplies a pending factor into the shards, all but ``remaining``, so that a later window can add to them."""
@@ -173,25 +121,15 @@ class ReducedGrads:
             return
         for piece in self._params[index].pieces:
             piece.grad.mul_(self.factors[index] / remaining)
-        self.factors.set(index, remaining)
-        self._mark_edited([index])
+        self.table.set_factor(index, remaining)
+        self.table.mark_edited(index)
 
     def clamp(self, index: int, low: float | None, high: float | None) -> None:
         """Limits what everybody sees to [low, high]."""
         for piece in self._params[index].pieces:
             piece.grad.mul_(self.factors[index] * self.average).clamp_(low, high)
-        self.factors.set(index, 1.0 / self.average)
-        self._mark_edited([index])
-
-    def _mark_edited(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self._edited[index] = True
-        self._sums = None
-
-    def mark_reduced(self) -> None:
-        """Every bucket has been reduced: its accumulator's sums of squares hold again."""
-        self._edited[:] = bytes(len(self._edited))
-        self._sums = None
+        self.table.set_factor(index, 1.0 / self.average)
+        self.table.mark_edited(index)
 
     def settle(self) -> None:
         """What the host knows of factors and edits goes where CUDA graphs read it, if there are any. Between windows, after each
@@ -236,26 +174,27 @@ class ReducedGrads:
 
         Kept until a gradient changes. Made on arrival, so nothing is read again.
         """
-        if self._sums is None or (self._has_graph and self.factors.are_unsure):
+        if self._version != self.table.version or (self._has_graph and self.factors.are_unsure):
             if self._is_on_cpu:
                 everyone = self._everyone_on_cpu(self._sums_on_cpu().tobytes(), torch.float64, self.comm)
             else:
                 everyone = self._everyone(self._sums_on_cuda())
             self._sums = self._over_ranks(everyone)  # the ranks' own sums are not kept: world x params
+            self._version = self.table.version
+        assert self._sums is not None
         return self._sums
 
     def _sums_on_cpu(self) -> array.array[float]:
         assert self._arrival_sums is not None
-        local = array.array("d", self._arrival_sums.sums(bytes(self._content)))
-        for index, param in enumerate(self._params) if any(self._edited) else ():
-            if self._edited[index] and self._content[index]:
-                again = core.sumsq([piece.grad for piece in param.pieces])
-                local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
+        local = array.array("d", self._arrival_sums.sums(self.table.sums))
+        for index in self.table.edited():
+            again = core.sumsq([piece.grad for piece in self._params[index].pieces])
+            local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
         return local
 
     def _sums_on_cuda(self) -> Tensor:
         self._sum_edited_rows()
-        held = self._uploads.get("held", torch.uint8, bytes(self._content))
+        held = self._uploads.get("held", torch.uint8, self.table.sums)
         own = self._new(len(self._params))
         core.param_sums_cuda(self._device, self.row_sums, *self._rows_of_params(), held, own)
         return own
@@ -279,9 +218,8 @@ class ReducedGrads:
     def _sum_edited_rows(self) -> None:
         """CUDA: makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may
         write there."""
-        flags = zip(self._edited, self._content, self._params, strict=True)
-        edited = [piece for is_edited, has, param in flags if is_edited and has for piece in param.pieces]
-        self._edited[:] = bytes(len(self._edited))
+        edited = [piece for index in self.table.edited() for piece in self._params[index].pieces]
+        self.table.clear_edited()
         if edited:
             assert self.row_sums is not None
             again = self._new(len(edited))
@@ -323,7 +261,7 @@ class ReducedGrads:
     def _own_power(self, index: int, ord: float) -> Tensor:
         """This rank's part of a norm, 0-d: sum of |x|^ord; for ord = 0 the count of non-zeros; for +-inf the largest or
         smallest."""
-        param, has_content = self._params[index], bool(self._content[index])
+        param, has_content = self._params[index], self.table.has_sum(index)
         if not has_content or not param.pieces:
             has_part = has_content or not param.info.param.numel()  # other ranks have elements of it, or nobody has any
             return self._new().fill_(math.inf if ord == -math.inf and has_part else 0.0)
@@ -377,7 +315,9 @@ class ReducedGrads:
             worst = self._everyone(worst.reshape(1), self._replicate).amax()
         sums = self.sums_of_squares()
         # Finite where their squares may not be:
-        wide = [p.info.index for p in self._params if p.info.dtype == torch.float64 and self._content[p.info.index]]
+        wide = [
+            p.info.index for p in self._params if p.info.dtype == torch.float64 and self.table.has_sum(p.info.index)
+        ]
         if wide:
             sums = torch.cat(
                 [sums.index_fill(0, self._places(wide), 0.0), self._norms_of_all(math.inf)[self._places(wide)]]

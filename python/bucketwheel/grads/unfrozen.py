@@ -18,12 +18,13 @@ from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.torch_internals import after_backward
 
 
-def add_hook(param: Tensor, hook: Any) -> Any:
-    """A post-accumulate hook. ``param`` may be frozen: torch takes no hook then, but keeps one that is there."""
+def add_hook(param: Tensor, hook: Any, *, before: bool = False) -> Any:
+    """A post-accumulate hook, or one ``before`` accumulation. ``param`` may be frozen: torch takes no hook then, but keeps one
+    that is there."""
     is_trained = param.requires_grad
     param.requires_grad_(True)
     try:
-        return param.register_post_accumulate_grad_hook(hook)
+        return param.register_hook(hook) if before else param.register_post_accumulate_grad_hook(hook)
     finally:
         param.requires_grad_(is_trained)
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from bucketwheel.grads.bucket import GradBucket
 from bucketwheel.pool.placement import Interval
 from bucketwheel.pool.plan import Plan
-from bucketwheel.pool.slots import plan_slots
 
 
-def plan_window(sizes: Sequence[int], params_of: Sequence[Collection[int]], *, limit: int, overlap: bool) -> Plan:
-    """For buckets of ``sizes`` bytes in the order of their launches, which hold the parameters ``params_of``."""
-    return plan_slots("grads", sizes, intervals_in_order(params_of, limit=limit, overlap=overlap))
+def plan_window(buckets: Sequence[GradBucket], *, limit: int, overlap: bool) -> Plan:
+    """For ``buckets`` in the order of their launches."""
+    params_of = [bucket.params for bucket in buckets]
+    intervals = intervals_in_order(params_of, limit=limit, overlap=overlap)
+    return Plan.of_turns("grads", [bucket.nbytes for bucket in buckets], intervals)
 
 
 def intervals_in_order(params_of: Sequence[Collection[int]], *, limit: int, overlap: bool) -> list[Interval]:

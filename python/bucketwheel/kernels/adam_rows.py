@@ -9,7 +9,6 @@ is part of the graph.
 
 from __future__ import annotations
 
-import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,30 +41,21 @@ def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool, resyn
     return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]), resync=resync)
 
 
-# States of an entry of `GradFactors` in device memory.
-_ONE = 0  # it is 1, as far as the host knows
-_SCALED = 1  # it counts: something was multiplied into it since it was 1
-_STALE = 2  # its factor was reset: it becomes 1 before anybody reads it
-_SCALED_IS_STALE = bytes([_ONE, _STALE, _STALE]).ljust(256, b"\0")
-_STALE_IS_ONE = bytes([_ONE, _SCALED, _ONE]).ljust(256, b"\0")
-_IS_STALE = bytes([0, 0, 1]).ljust(256, b"\0")
-
-
 class GradFactors:
     """What each gradient is still to be multiplied by, beside the average: float64, one a parameter, 1 at first.
 
-    On the CPU the host knows all factors. On CUDA a factor is the product of a number that the host knows, which ranks
-    can compare, and an entry in device memory, for what only the device knows (a clip coefficient, a loss scale).
+    On the CPU the host knows all factors: they are in ``table``. On CUDA a factor is the product of the number there, which
+    ranks can compare, and an entry in device memory, for what only the device knows (a clip coefficient, a loss scale).
     `vector` moves what the host knows to the device. Nothing here waits for the device.
     """
 
-    def __init__(self, count: int, device: int) -> None:
+    def __init__(self, table: core.GradTable, device: int) -> None:
+        self.table = table
         self._device = device
-        self._ones = array.array("d", [1.0]) * count
-        self._known = self._ones[:]  # what the host knows; on CUDA all 1 once it was moved to the entries
         is_on_host = device == CPU
-        self._entries = None if is_on_host else torch.ones(count, dtype=torch.float64, device=torch_device(device))
-        self._states = bytearray(count)  # CUDA: of each entry
+        self._entries = (
+            None if is_on_host else torch.ones(table.count, dtype=torch.float64, device=torch_device(device))
+        )
         self._uploads = Uploads(device)
         # CUDA graphs. None until something is captured; then the id of the capture in which all entries were last set to 1,
         # or 0 if that was outside of a capture. The host knows the entries in that capture only: a replay may change them.
@@ -73,7 +63,7 @@ class GradFactors:
 
     @property
     def nbytes(self) -> int:
-        return len(self._known) * self._known.itemsize + (0 if self._entries is None else self._entries.nbytes)
+        return 0 if self._entries is None else self._entries.nbytes
 
     @property
     def may_be_replayed(self) -> bool:
@@ -86,69 +76,50 @@ class GradFactors:
         return self._ones_in is not None and (self._ones_in == 0 or core.capture_id(self._device) != self._ones_in)
 
     def carry_over(self, old: GradFactors, indices: Sequence[int]) -> None:
-        """The first factors are those of ``indices`` in ``old``."""
-        count = len(indices)
-        self._known[:count] = array.array("d", [old._known[i] for i in indices])
-        self._states[:count] = bytes(old._states[i] for i in indices)
+        """The first factors, and all else in the table, are those of ``indices`` in ``old``."""
+        self.table.carry_over(old.table, indices)
         if self._entries is not None and old._entries is not None:
             places = torch.tensor(indices, dtype=torch.int64, device=self._entries.device)
-            self._entries[:count].copy_(old._entries[places])
-
-    def has(self, index: int) -> bool:
-        """Whether anything is pending for a parameter."""
-        return self._known[index] != 1.0 or self._states[index] == _SCALED
+            self._entries[: len(indices)].copy_(old._entries[places])
 
     def __getitem__(self, index: int) -> float | Tensor:
         """0-d on the device where that knows more than the host."""
-        known = self._known[index]
+        known = self.table.factor(index)
         return self._entries[index] * known if self._entries is not None and self._counts(index) else known
 
     def is_known(self, index: int, factor: float) -> bool:
         """Whether the host knows that a factor is ``factor``."""
-        return self._known[index] == factor and not self._counts(index)
+        return self.table.factor(index) == factor and not self._counts(index)
 
     def _counts(self, index: int) -> bool:
         """Whether an entry may differ from 1 and is to be used."""
-        state = self._states[index]
-        return state == _SCALED or (state == _ONE and self.are_unsure)
+        return self.table.is_scaled(index) or (self.table.is_one(index) and self.are_unsure)
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    def set(self, index: int, factor: float = 1.0) -> None:
-        """Says what is pending for a parameter, without applying what was."""
-        self._known[index] = factor
-        if self._counts(index):
-            self._states[index] = _STALE
-
     def reset_all(self) -> None:
         """Nothing is pending for any parameter."""
-        self._known = self._ones[:]
+        self.table.reset_factors()
         if self._entries is None:
             return
         capture = core.capture_id(self._device)
         if capture or self.may_be_replayed:  # in the graph too, which a replay finds as the last one left it
             self._ones_in = capture
+            self.table.expect_replays()
             self._entries.fill_(1.0)
-            self._states = bytearray(len(self._states))
-        else:
-            self._states = self._states.translate(_SCALED_IS_STALE)
+            self.table.reset_entries()
 
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         """Multiplies factors by a number, or by a tensor of one element, which stays where it is if that is the device."""
         if self._entries is None or not isinstance(factor, Tensor) or index_of(factor) != self._device:
-            known, number = self._known, float(factor)
-            if len(indices) == len(known):
-                self._known = array.array("d", map(number.__mul__, known))
-                return
-            for index in indices:
-                known[index] *= number
+            self.table.scale(indices, float(factor))
             return
         self._apply_resets()
         times = factor.detach().to(torch.float64).reshape(())
-        if len(indices) < len(self._states):
-            times = torch.where(self._uploads.mask("scale", len(self._states), indices).bool(), times, 1.0)
+        if len(indices) < len(self._entries):
+            times = torch.where(self._uploads.mask("scale", len(self._entries), indices).bool(), times, 1.0)
         self._entries.mul_(times)
-        self._note_scaled(indices)
+        self.table.note_scaled(indices)
 
     def clip(
         self,
@@ -161,13 +132,14 @@ class GradFactors:
     ) -> None:
         """CUDA: the norm of the gradients ``indices`` into ``norm`` [1], of all into ``param_norms`` [parameters], from ``sums``
         of squares; multiplies the factors of ``indices`` by the clip coefficient where ``max_norm`` is given."""
-        all_stale = _STALE in self._states and _SCALED not in self._states
-        resets = all_stale and not self.may_be_replayed and not self.known
+        assert self._entries is not None
+        table = self.table
+        resets = table.has_stale and not table.has_scaled and not self.may_be_replayed and not table.known
         if resets:  # by the kernel
-            self._states = self._states.translate(_STALE_IS_ONE)
+            table.take_stale()
         else:
             self._move_known()
-        chosen = self._uploads.mask("chosen", len(self._states), indices)
+        chosen = self._uploads.mask("chosen", len(self._entries), indices)
         core.clip_cuda(
             self._device,
             sums,
@@ -180,42 +152,25 @@ class GradFactors:
             resets=resets,
         )
         if max_norm is not None:
-            self._note_scaled(indices)
-
-    def _note_scaled(self, indices: Sequence[int]) -> None:
-        if len(indices) == len(self._states):
-            self._states = bytearray([_SCALED]) * len(indices)
-        for index in indices if len(indices) < len(self._states) else ():
-            self._states[index] = _SCALED
+            table.note_scaled(indices)
 
     def _apply_resets(self) -> None:
         """All at once: one operation, however many parameters were clipped."""
-        if _STALE not in self._states:
+        if not self.table.has_stale:
             return
         assert self._entries is not None
-        if _SCALED in self._states or self.may_be_replayed:
-            is_stale = self._uploads.get("reset", torch.uint8, bytes(self._states.translate(_IS_STALE))).bool()
-            self._entries.copy_(torch.where(is_stale, 1.0, self._entries))
-        else:
+        is_whole = not self.table.has_scaled and not self.may_be_replayed
+        stale = self.table.take_stale()
+        if is_whole:
             self._entries.fill_(1.0)
-        self._states = self._states.translate(_STALE_IS_ONE)
-
-    # --- what is read ------------------------------------------------------------------------------------------------
-
-    @property
-    def known(self) -> bytes:
-        """What the host knows of the factors, which is what ranks compare: doubles; empty if all are 1."""
-        known = self._known.tobytes()  # bytes are compared at once, doubles one by one
-        return b"" if known == self._ones.tobytes() else known
-
-    @known.setter
-    def known(self, factors: bytes) -> None:
-        self._known = array.array("d", factors or self._ones)
+        else:
+            is_stale = self._uploads.get("reset", torch.uint8, stale).bool()
+            self._entries.copy_(torch.where(is_stale, 1.0, self._entries))
 
     def vector(self) -> Tensor:
         """All factors, as the Adam kernel takes them: float64 [parameters], where the parameters are."""
         if self._entries is None:
-            own, nothing = bytearray(self._known), torch.empty(0, dtype=torch.float64, device="cpu")
+            own, nothing = bytearray(self.table.factors), torch.empty(0, dtype=torch.float64, device="cpu")
             return torch.frombuffer(own, dtype=torch.float64) if own else nothing
         self._move_known()
         return self._entries
@@ -223,12 +178,11 @@ class GradFactors:
     def _move_known(self) -> None:
         """Moves what the host knows to the device."""
         self._apply_resets()
-        known = self.known
+        known = self.table.known
         if known:
             assert self._entries is not None
             self._entries.mul_(self._uploads.get("factors", torch.float64, known))
-            self._note_scaled([index for index, factor in enumerate(self._known) if factor != 1.0])
-            self._known = self._ones[:]
+            self.table.take_known()
 
 
 class AdamRows:

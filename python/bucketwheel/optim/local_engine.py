@@ -58,7 +58,7 @@ class LocalEngine:
         self.states: list[dict[str, Tensor]] = []
         self.steps = torch.zeros(0, dtype=torch.int64, device=device)
         self.write_observers: list[Callable[[Collection[int] | None], None]] = []  # as of `ShardedEngine`
-        self._factors = GradFactors(0, self._device)
+        self._factors = GradFactors(core.GradTable(self._device, 0), self._device)
         self.step_observers: list[Callable[[StepInputs], Callable[[], None] | None]] = []  # as in `ShardedEngine`
         # Which gradients were clipped: the tensor and its version then; by what says `_factors`. An entry goes with its
         # gradient: when p.grad is another one, by `zero_grad`, and in a capture when that begins and has stepped.
@@ -90,7 +90,7 @@ class LocalEngine:
         self.norm_dtype = norm_dtype_of(info.dtype for info in self.infos)
         of_kept = self.steps[torch.tensor(indices, dtype=torch.int64, device=self.steps.device)]
         self.steps = torch.cat([of_kept, of_kept.new_zeros(len(new))])
-        factors = GradFactors(len(self.infos), self._device)
+        factors = GradFactors(core.GradTable(self._device, len(self.infos)), self._device)
         factors.carry_over(self._factors, indices)
         self._factors = factors
         self._clips = {after: self._clips[i] for after, i in enumerate(indices) if i in self._clips}
@@ -309,7 +309,7 @@ class LocalEngine:
         for i in stale:
             del self._clips[i]
         for i in stale if self._clips else ():  # else all of them become 1 when they are used next
-            self._factors.set(i)
+            self._factors.table.set_factor(i)
 
     def _is_clipped(self, index: int) -> bool:
         """Whether p.grad is the gradient that was clipped. RuntimeError if it was written to since."""

@@ -30,13 +30,11 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
         for name, shard in space.states.items():
             found["states"] += shard.nbytes
             found[name] += shard.nbytes
-    launcher = engine.grads.launcher
-    found.update(launcher.memory())
-    found["partial_sums"] = engine.reducer._partial_bytes
+    found.update(engine.grads.memory())
     # Two of one pair have one pool, unless each registers its own.
     given = (engine.comm, engine.reducer._replicate)
     comms = [each for comm in given if comm is not None for each in (comm, comm.gathers)]
-    pools = {pool._native: pool for pool in (launcher.pool, *(comm.pool for comm in comms))}.values()
+    pools = {pool._native: pool for pool in (engine.grads.side_pool, *(comm.pool for comm in comms))}.values()
     found["pool"] = sum(pool.stats().reserved_bytes for pool in pools) - found["params"]
     found["bookkeeping"] = engine.steps.nbytes + engine.reduced.bookkeeping_bytes
     return dict(found)
@@ -44,7 +42,17 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
 
 def memory_of_local(engine: LocalEngine) -> dict[str, int]:
     """`ShardedAdamW.memory_summary` of an optimizer of one process."""
-    of_windows = ("planned", "load", "buckets", "buckets_peak", "side", "side_peak", "captured", "partial_sums")
+    of_windows = (
+        "planned",
+        "load",
+        "buckets",
+        "buckets_peak",
+        "side",
+        "side_peak",
+        "held",
+        "held_peak",
+        "partial_sums",
+    )
     found = Counter[str](dict.fromkeys(("params_padding", "states", *of_windows, "pool"), 0))
     found["params"] = _bytes_of(info.param for info in engine.infos)
     found["grads"] = _bytes_of(info.param.grad for info in engine.infos if info.param.grad is not None)
@@ -84,19 +92,19 @@ def describe(engine: ShardedEngine) -> str:
         said.append("registered memory")
     rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "cuts", "shard bytes", "from, to")]
     for bucket, by_rows in ((each.grads, each.by_rows) for each in engine._assembly.buckets):
-        mib, used = f"{bucket.nbytes / 2**20:.3f}", sum(part.numel for part in bucket.parts.values())
+        mib, used = f"{bucket.nbytes / 2**20:.3f}", sum(part.numel for part in bucket.parts)
         numbers = (
             str(len(bucket.parts)),
             f"{100 * (1 - used / bucket.numel):.1f} %",
             "rows" if by_rows else "elements",
             f"{bucket.nbytes // comm.size:,}",
         )
-        names = _ends(engine.infos[index] for index in bucket.parts)
+        names = _ends(engine.infos[index] for index in bucket.params)
         rows.append((str(bucket.index), _name(bucket.dtype), mib, *numbers, names))
     numel = sum(space.packing.numel for space in engine.spaces)
     padding = sum(space.packing.padding for space in engine.spaces)
     in_one_box = sum(space.packing.has_one_box(at) for space in engine.spaces for at in space.packed_at.values())
-    peak, plan = _expected_peak(engine), engine.grads.launcher.slots.plan
+    peak, plan = _expected_peak(engine), engine.grads.plan
     kinds = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in peak.items())
     lines = [
         ranks,
@@ -104,7 +112,7 @@ def describe(engine: ShardedEngine) -> str:
         ", ".join(said),
         *_table(rows),
         f"total: {len(engine.infos)} parameters, {in_one_box} in one box a rank, {numel - padding:,} elements, "
-        f"{100 * padding / max(numel, 1):.1f} % padding, {len(engine.grads.buckets)} buckets",
+        f"{100 * padding / max(numel, 1):.1f} % padding, {len(engine._assembly.buckets)} buckets",
         f"expected peak of a rank: {_size(sum(peak.values()))} ({kinds}); buckets by plan: {_size(plan.total_bytes)}, "
         f"load {_size(plan.load_bytes)}",
     ]

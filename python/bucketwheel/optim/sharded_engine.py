@@ -36,7 +36,7 @@ from bucketwheel.optim.owners import claim, expect_free, named, owner_of, releas
 from bucketwheel.optim.param_groups import OptimizerOptions, close_all, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.shown_state import StateEdits
-from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, lease_slots
+from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, register_memory
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
 
@@ -186,22 +186,18 @@ class ShardedEngine:
             space = self._space_of(info.index)
             reduced.add_param(info, space.packing, space.packed_at[info.index], cut.pieces[info.index])
             states.append(space.state_of(info.index))
-        limit, overlap = options.max_inflight_buckets, options.overlap_grad_sync
-        slots = lease_slots(self.comm, self.spaces, cut.buckets, limit=limit, overlap=overlap)
-        kinds = ((bucket.grads.accumulator, bucket.own.numel(), bucket.grads.dtype) for bucket in cut.buckets)
-        self.reducer._prepare_sums(kinds, limit)
         grads = GradWindow(
             self.reducer,
             self.infos,
             [bucket.grads for bucket in cut.buckets],
             reduced,
-            slots=slots,
-            overlap=overlap,
-            max_inflight=limit,
+            overlap=options.overlap_grad_sync,
+            max_inflight=options.max_inflight_buckets,
             is_static=options.static_graph,
             is_capturable=options.capturable,
         )
-        self._gathers.bind(self.infos, [list(bucket.grads.parts) for bucket in cut.buckets])
+        register_memory(self.comm, self.spaces, grads)
+        self._gathers.bind(self.infos, [bucket.grads.params for bucket in cut.buckets])
         return Assembly(rows, cut.buckets, reduced, grads, states)
 
     def expect_changeable(self, new: Sequence[ParamInfo], why: str) -> None:
@@ -228,7 +224,7 @@ class ShardedEngine:
         old.grads.remove()
         indices = self._keep(kept)
         if not self.comm.is_registered:  # what is registered stays
-            self.comm.pool.trim()  # slots of other sizes come
+            self.comm.pool.trim()  # buckets of other sizes come
         self._take_in(new)
         self._assembly = self._assemble()
         self.reduced.carry_over(old.reduced, indices)
@@ -283,8 +279,8 @@ class ShardedEngine:
                 observed = [observe(given) for observe in self.step_observers]
                 rows.begin_step(param_groups, used, factors, reduced.average)
                 for bucket in (self._assembly.buckets[number] for number in order):
-                    if any(used[index] for index in bucket.grads.parts):
-                        self.announce_write(bucket.grads.parts)
+                    if any(used[index] for index in bucket.grads.params):
+                        self.announce_write(bucket.grads.params)
                         rows.step(bucket.first_row, bucket.last_row)
                         self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
             torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
@@ -400,7 +396,7 @@ class ShardedEngine:
 
     def write_order(self) -> list[int]:
         """The parameters in the order in which a step writes to them, where forward does not ask for another."""
-        parts = (bucket.grads.parts for bucket in self._assembly.buckets)
+        parts = (bucket.grads.params for bucket in self._assembly.buckets)
         return list(dict.fromkeys(index for of_bucket in parts for index in of_bucket))
 
     @property

@@ -1,7 +1,7 @@
 """Step bucket: a bucket with all that a step of the optimizer needs of it: gradients, parameters, and the kernel's rows.
 
 The buckets of all spaces are cut at once, since they have one order for all dtypes. Nothing here communicates but
-`lease_slots`.
+`register_memory`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
-from bucketwheel.grads.window_plan import plan_window
+from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
 from bucketwheel.layout.packing import rank_buckets
 from bucketwheel.layout.shards import Space
 from bucketwheel.native import core
 from bucketwheel.optim.rank_checks import expect_equal_lines
 from bucketwheel.pool.plan import expect_equal_plans
-from bucketwheel.pool.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -72,32 +71,26 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
             rows.add(params[s.param], group, space.own(s), piece, space.states_in(s), param_begin=s.param_begin)
             cut.pieces[params[s.param]].append(ShardPiece(piece, accumulator, place))
         numel = space.packing.world * bucket.shard_numel
-        grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator)
+        grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator, bucket.shard_numel)
         full = space.flat.flat.narrow(0, bucket.begin, numel)
         own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
         cut.buckets.append(StepBucket(grads, full, own, first_row, first_row + len(segments), bucket.by_rows))
     return cut
 
 
-def lease_slots(
-    comm: Communicator, spaces: Sequence[Space], buckets: Sequence[StepBucket], *, limit: int, overlap: bool
-) -> Slots:
-    """Leases what gradients are reduced from. Registers it and the parameters' memory where that is to be. Collective."""
-    grads = [bucket.grads for bucket in buckets]
-    plan = plan_window([one.nbytes for one in grads], [one.parts for one in grads], limit=limit, overlap=overlap)
-    slots = Slots.leased(plan, comm.pool)
-    if comm.is_registered:
-        expect_equal_plans([plan], comm)
-        assert slots.lease is not None
-        places = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
-        # NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
-        expect_equal_lines(
-            comm,
-            [f"{what} at {at}" for what, at in {**places, "the buckets": slots.lease.place}.items()],
-            ". Registered memory must be at the same places (slab, offset) on all: make the same acquires of the communicators' "
-            "pools, in one order, before the optimizer is made, and close() the one before it",
-        )
-        comm.register_pool()
-        if comm.gathers is not comm:
-            comm.gathers.register_pool()
-    return slots
+def register_memory(comm: Communicator, spaces: Sequence[Space], grads: GradWindow) -> None:
+    """Registers the memory of buckets and of parameters where that is to be. Collective."""
+    if not comm.is_registered:
+        return
+    expect_equal_plans([grads.plan], comm)
+    places = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
+    # NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
+    expect_equal_lines(
+        comm,
+        [f"{what} at {at}" for what, at in {**places, "the buckets": grads.place}.items()],
+        ". Registered memory must be at the same places (slab, offset) on all: make the same acquires of the communicators' "
+        "pools, in one order, before the optimizer is made, and close() the one before it",
+    )
+    comm.register_pool()
+    if comm.gathers is not comm:
+        comm.gathers.register_pool()

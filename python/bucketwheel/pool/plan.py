@@ -66,6 +66,17 @@ class Plan:
             raise BudgetTooSmall(f"plan {name!r} {needs}; {plan._peak_text()}")
         return plan
 
+    @classmethod
+    def of_turns(cls, name: str, sizes: Sequence[int], intervals: Sequence[Interval]) -> Plan:
+        """For buffers of ``sizes`` bytes that are in use in the half-open ``intervals`` of steps.
+
+        >>> plan = Plan.of_turns("turns", [4096, 8192, 4096], [(0, 2), (1, 3), (2, 3)])
+        >>> plan.total_bytes, plan.placement.offsets["turns/0"] == plan.placement.offsets["turns/2"]
+        (12288, True)
+        """
+        keys = [f"{name}/{number}" for number in range(len(sizes))]
+        return cls.of(name, dict(zip(keys, sizes, strict=True)), {k: [i] for k, i in zip(keys, intervals, strict=True)})
+
     @property
     def total_bytes(self) -> int:
         """Of the arena."""

@@ -149,7 +149,7 @@ def test_parameters_that_come_and_go_leave_nothing() -> None:
             opt.step()
             opt.zero_grad()
             seen.append(
-                (comm.pool.stats().live_leases, comm.pool.stats().reserved_bytes, len(opt._engine.grads.buckets))
+                (comm.pool.stats().live_leases, comm.pool.stats().reserved_bytes, len(opt._engine._assembly.buckets))
             )
             gone, params[1] = params[1], Parameter(torch.full((300,), float(step)))
             opt.state.pop(gone)
