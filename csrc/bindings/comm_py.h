@@ -333,9 +333,6 @@ inline void bind_handle(py::module_& m) {
           py::arg("timeout") = py::none(), Unlocked())
       .def("query", &Handle::query, Unlocked())
       .def_property_readonly("is_ordered", py::cpp_function(&Handle::is_ordered, Unlocked()))
-      .def(
-          "await_order", [](const Handle& self, double timeout) { return self.await_order(deadline_of(timeout)); },
-          py::arg("timeout"), Unlocked())
       .def("elapsed_s", &Handle::elapsed_s, py::arg("later"))
       .def_property_readonly("is_captured", &Handle::is_captured)
       .def_property_readonly("seq", &Handle::seq)
@@ -394,7 +391,6 @@ inline void bind_comm(py::module_& m) {
       .def_property_readonly("world", &Comm::world)
       .def_property_readonly("name", &Comm::name)
       .def_property_readonly("backend", &Comm::backend)
-      .def_property_readonly("sees_peers", &Comm::sees_peers)
       .def_property_readonly("device", [](const Comm& self) { return index_of(self.device()); })
       .def_property_readonly("pool", &Comm::pool)
       .def_property_readonly("stream", py::cpp_function(&Comm::stream, Unlocked()))

@@ -62,7 +62,6 @@ inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs, 
 inline void bind_pack(py::module_& m) {
   m.def("cpu_isa", [] { return name_of(cpu_kernels().isa); });
   m.def("copy_all", &copy_lists, py::arg("outputs"), py::arg("inputs"), py::arg("adds") = std::vector<bool>());
-  m.attr("PAST_CACHE_BYTES") = kPastCacheBytes;
 }
 
 }  // namespace bucketwheel

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -157,15 +158,18 @@ inline void release_lease(Lease& self, py::handle after) {
 using GivenKey = std::tuple<std::string, size_t, size_t, bool>;
 using GivenPlan = std::tuple<std::string, std::vector<GivenKey>, std::vector<uint32_t>, size_t, size_t>;
 
+inline PoolPlan plan_of(const GivenPlan& given) {
+  const auto& [name, keys, order, total_bytes, load_bytes] = given;
+  PoolPlan plan{name, {}, order, total_bytes, load_bytes};
+  for (const auto& [key, offset_bytes, size_bytes, outlives_step] : keys) {
+    plan.keys.push_back({key, offset_bytes, size_bytes, outlives_step});
+  }
+  return plan;
+}
+
 inline void adopt_plans(Pool& self, const std::vector<GivenPlan>& given, bool is_strict) {
   std::vector<PoolPlan> plans;
-  for (const auto& [name, keys, order, total_bytes, load_bytes] : given) {
-    PoolPlan plan{name, {}, order, total_bytes, load_bytes};
-    for (const auto& [key, offset_bytes, size_bytes, outlives_step] : keys) {
-      plan.keys.push_back({key, offset_bytes, size_bytes, outlives_step});
-    }
-    plans.push_back(std::move(plan));
-  }
+  std::ranges::transform(given, std::back_inserter(plans), plan_of);
   const py::gil_scoped_release unlocked;
   self.adopt(std::move(plans), is_strict);
 }

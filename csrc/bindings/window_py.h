@@ -13,6 +13,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -39,12 +40,6 @@ py::bytes bytes_of(const std::vector<T>& values) {
 }
 
 inline Flags flags_of(std::string_view bytes) { return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}; }
-
-inline std::vector<double> factors_of(std::string_view bytes) {
-  std::vector<double> values(bytes.size() / sizeof(double));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
-  return values;
-}
 
 // Whether both are lists of the same objects in the same order. A comparison in Python would ask tensors whether they are
 // equal, or take ten times as long.
@@ -95,12 +90,12 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
 
   // ---- the gate: `with window:`
   void enter() {
-    if (!window_->gate.try_enter()) {
+    if (!window_->gate.try_lock()) {
       const WithoutGil unlocked;
-      window_->gate.enter();
+      window_->gate.lock();
     }
   }
-  void leave() { window_->gate.leave(); }
+  void leave() { window_->gate.unlock(); }
 
   // ---- hooks
   // A function of the parameter (after accumulation), or of the gradient (before).
@@ -191,7 +186,8 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
         if (has_sum) {
           window_->table().forget(index);
         }
-        deferred_[py::int_(index)] = grad;
+        param.deferred = grad;
+        ++deferred_count_;
       }
       set_grad(param, param.placeholder);
     }
@@ -199,14 +195,24 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   // no_sync() begins: autograd adds to the deferred ones by itself.
   void undefer() {
-    for (auto [index, grad] : py::dict(std::exchange(deferred_, py::dict()))) {
-      Param& param = at(index.cast<int>());
-      if (grad_of(param).is(param.placeholder)) {
-        set_grad(param, grad);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const py::object deferred = take_deferred(static_cast<int>(i));
+      if (deferred && grad_of(params_[i]).is(params_[i].placeholder)) {
+        set_grad(params_[i], deferred);
       }
     }
   }
-  py::dict deferred() const { return deferred_; }
+  // The tensor that no_sync() has left: the gradient is there and nowhere else. Null: none.
+  py::object take_deferred(int index) {
+    py::object deferred = std::move(at(index).deferred);
+    deferred_count_ -= deferred ? 1 : 0;
+    return deferred;
+  }
+  bool has_deferred() const { return deferred_count_ != 0; }
+  py::object deferred(int index) const {
+    const py::object& deferred = params_.at(static_cast<size_t>(index)).deferred;
+    return deferred ? deferred : py::object(py::none());
+  }
 
   // ---- the end of a window
   void flush(std::string_view held) {
@@ -215,10 +221,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   py::bytes notes(std::string_view held) const {
     const GradTable& table = window_->table();
-    return bytes_of(window_->schedule().notes(flags_of(held), older(held), table.known()));
+    return bytes_of(window_->schedule().notes(flags_of(held), table.older(held), table.factors));
   }
   WindowVerdict assume(std::string_view held) const {
-    return window_->schedule().assume(flags_of(held), older(held), window_->table().known());
+    return window_->schedule().assume(flags_of(held), window_->table().older(held), window_->table().factors);
   }
   // All ranks launch and wait for what is left. `held`: flags of what p.grad has a placeholder of, null: all gradients are
   // dropped. Whether there was a late round.
@@ -229,7 +235,9 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       open(-1, false, agreed.factors);
     }
     if (agreed.is_dirty) {
-      window_->table().set_known(agreed.factors);
+      std::vector<double>& factors = window_->table().factors;
+      factors.assign(factors.size(), 1.0);
+      std::ranges::copy(agreed.factors, factors.begin());
     }
     has_late = window_->close(agreed, held.has_value(), current());
     for (size_t i = 0; held && i < params_.size(); ++i) {
@@ -238,20 +246,17 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       }
     }
     if (held) {
-      const auto* const flags = reinterpret_cast<const char*>(agreed.held.data());
-      window_->table().set_held({flags, agreed.held.size()});
+      window_->table().set_held(agreed.held);
     }
     return has_late;
   }
   void zero_grad() {
     const Inside inside(*this);
-    deferred_.clear();
     window_->discard();
     drop_grads();
   }
   void forget_captured() {
     const Inside inside(*this);
-    deferred_.clear();
     window_->forget_captured();
     drop_grads();
   }
@@ -274,9 +279,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     window_->release(current());
   }
-  void zero(int index, bool replaces) {
-    const StreamRef stream = current();
-    replaces ? window_->table().replace_by_zero(index, stream.get()) : window_->table().zero(index, stream.get());
+  void replace_by_zero(int index) {
+    window_->table().zero(index, current().get());
+    window_->table().zeroed.at(static_cast<size_t>(index)) = 1;
+    window_->table().set_factor(index, 1.0);
   }
   py::dict memory() const {
     using py::arg;
@@ -299,6 +305,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     std::vector<int64_t> strides;
     int64_t numel;
     DType dtype;
+    py::object deferred = {};  // from the end of no_sync(), until the next gradient or the close
     // before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is added. Until then.
     bool is_taken = false;
   };
@@ -326,13 +333,12 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   Param& at(int index) { return params_.at(static_cast<size_t>(index)); }
   StreamRef current() const { return current_stream(window_->device()); }
-  std::vector<uint8_t> older(std::string_view held) const {
-    return held.empty() ? std::vector<uint8_t>() : window_->table().older(held);
-  }
   void drop_grads() {
     for (Param& param : params_) {
+      param.deferred = {};
       set_grad(param, py::none());
     }
+    deferred_count_ = 0;
   }
   py::object owner() const {
     py::object owner = owner_();
@@ -341,17 +347,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     return owner;
   }
-  // The tensor that no_sync() has left, which nobody has here any more; null: none.
-  py::object take_deferred(int index) {
-    const py::int_ key(index);
-    if (deferred_.empty() || !deferred_.contains(key)) {
-      return {};
-    }
-    py::object grad = deferred_[key];
-    deferred_.attr("pop")(key);
-    return grad;
-  }
-
   template <void (PyWindow::*kBody)(int, PyObject*, PyObject*)>
   static PyObject* call(PyObject* self, PyObject* argument) {
     auto* context = static_cast<Context*>(PyCapsule_GetPointer(self, nullptr));
@@ -401,15 +396,12 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (!grad_of(param).is(param.placeholder)) {
       return;
     }
-    if (is_capturable_ && deferred_.contains(py::int_(index))) {
+    if (param.deferred && is_capturable_) {
       return;  // it may be of a capture that has failed
     }
-    if (const py::object deferred = take_deferred(index)) {
-      set_grad(param, deferred);
-      return;
-    }
-    set_grad(param, py::none());
-    param.is_taken = true;
+    const py::object deferred = take_deferred(index);
+    set_grad(param, deferred ? deferred : py::object(py::none()));
+    param.is_taken = !deferred;
   }
 
   void on_gradient(int index, PyObject* tensor, PyObject* self) {
@@ -427,7 +419,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     const Inside inside(*this);
     const bool is_repeat = std::exchange(param.is_taken, false);
-    if (!is_repeat && !deferred_.empty()) {
+    if (!is_repeat && deferred_count_ != 0) {
       take_deferred(index);  // replaced
     }
     take(index, grad, &grad, is_repeat, overlap_);
@@ -544,13 +536,14 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     GradTable& table = window_->table();
     for (int i = 0; i < static_cast<int>(params_.size()); ++i) {
       const double rest = remaining.empty() ? 1.0 : remaining[static_cast<size_t>(i)];
-      const bool is_unsure = table.may_be_replayed() || table.entry(i) == EntryState::kScaled;
-      if (table.has_sum(i) && placeholders[static_cast<size_t>(i)] != 0 && (table.factor(i) != rest || is_unsure)) {
+      const bool is_unsure = table.may_be_replayed || table.entries[static_cast<size_t>(i)] == EntryState::kScaled;
+      if (table.has_sum(i) && placeholders[static_cast<size_t>(i)] != 0 &&
+          (table.factors[static_cast<size_t>(i)] != rest || is_unsure)) {
         owner().attr("flush_factor")(i, rest);
       }
     }
     window_->open(placeholders, stream, is_captured);
-    if (!has_any && (is_captured || table.may_be_replayed())) {
+    if (!has_any && (is_captured || table.may_be_replayed)) {
       owner().attr("reset_factors")();
     }
   }
@@ -580,7 +573,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   std::unique_ptr<Window> window_;
   py::object owner_;
   std::vector<Param> params_;
-  py::dict deferred_;  // what no_sync() has left, by parameter: the gradient is here and nowhere else
+  int deferred_count_ = 0;  // how many parameters have a deferred gradient
   py::object end_of_backward_;
   int64_t awaited_task_ = -1;  // the backward at whose end what is held is packed
   uint64_t capture_ = 0;       // the capture that the open window is part of; 0: none
@@ -589,15 +582,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   bool is_ignored_ = false;
   bool is_released_ = false;
 };
-
-inline PoolPlan plan_of(const GivenPlan& given) {
-  const auto& [name, keys, order, total_bytes, load_bytes] = given;
-  PoolPlan plan{name, {}, order, total_bytes, load_bytes};
-  for (const auto& [key, offset_bytes, size_bytes, outlives_step] : keys) {
-    plan.keys.push_back({key, offset_bytes, size_bytes, outlives_step});
-  }
-  return plan;
-}
 
 // Runs what may block without the GIL, if this thread has it.
 inline void run_aside(const std::function<void()>& body) {
@@ -641,12 +625,7 @@ inline std::shared_ptr<PyWindow> make_window(const std::vector<CommRef>& comms, 
   return std::make_shared<PyWindow>(std::move(window), std::move(owner), params, flags[0], flags.at(3));
 }
 
-inline void bind_schedule(py::module_& m) {
-  py::class_<StoreAction>(m, "Store")
-      .def_readonly("param", &StoreAction::param)
-      .def_readonly("bucket", &StoreAction::bucket)
-      .def_readonly("late", &StoreAction::late)
-      .def_readonly("add", &StoreAction::add);
+inline void bind_verdict(py::module_& m) {
   py::class_<WindowVerdict>(m, "WindowVerdict")
       .def_readonly("is_dirty", &WindowVerdict::is_dirty)
       .def_readonly("is_uneven", &WindowVerdict::is_uneven)
@@ -655,82 +634,77 @@ inline void bind_schedule(py::module_& m) {
       .def_readonly("scaled_apart", &WindowVerdict::scaled_apart);
 }
 
+template <typename T>
+auto property_of(std::vector<T> GradTable::* field) {
+  return std::pair{[field](const GradTable& self) { return bytes_of(self.*field); },
+                   [field](GradTable& self, std::string_view bytes) {
+                     BW_EXPECTS(bytes.size() == (self.*field).size() * sizeof(T), "values of other parameters");
+                     std::memcpy((self.*field).data(), bytes.data(), bytes.size());
+                   }};
+}
+
 inline void bind_grad_table(py::module_& m) {
+  const auto sums = property_of(&GradTable::sums);
+  const auto factors = property_of(&GradTable::factors);
+  const auto entries = property_of(&GradTable::entries);
   py::class_<GradTable, std::shared_ptr<GradTable>>(m, "GradTable")
       .def(py::init([](int device, size_t count) { return std::make_shared<GradTable>(device_at(device), count); }),
            py::arg("device"), py::arg("count"))
       .def(
           "set_pieces",
           [](GradTable& self, int param, const py::sequence& pieces) {
-            std::vector<GradTable::Piece> added;
             for (const py::handle piece : pieces) {
               const dlpack::Described tensor = dlpack::describe(piece);
-              added.push_back({static_cast<std::byte*>(tensor.data), tensor.numel, tensor.dtype});
+              self.pieces.at(GradTable::at(param))
+                  .push_back({tensor.data, static_cast<size_t>(tensor.numel) * size_of(tensor.dtype)});
             }
-            self.set_pieces(param, std::move(added));
           },
           py::arg("param"), py::arg("pieces"))
-      .def_property_readonly("count", &GradTable::count)
       .def(
           "carry_over",
           [](GradTable& self, const GradTable& old, const std::vector<int>& indices) { self.carry_over(old, indices); },
           py::arg("old"), py::arg("indices"))
-      .def_property_readonly("version", &GradTable::version)
-      .def_property_readonly("sums", [](const GradTable& self) { return bytes_of(self.sums()); })
+      .def_readonly("version", &GradTable::version)
+      .def_property("sums", sums.first, sums.second)
+      .def_property("factors", factors.first, factors.second)
+      .def_property("entries", entries.first, entries.second)
+      .def_readwrite("may_be_replayed", &GradTable::may_be_replayed)
       .def("has_sum", &GradTable::has_sum, py::arg("param"))
-      .def("forget", &GradTable::forget, py::arg("param"))
       .def("mark_edited", &GradTable::mark_edited, py::arg("param"))
-      .def("clear_edited", &GradTable::clear_edited)
-      .def("edited", &GradTable::edited)
-      .def("factor", &GradTable::factor, py::arg("param"))
-      .def("has_factor", &GradTable::has_factor, py::arg("param"))
-      .def("set_factor", &GradTable::set_factor, py::arg("param"), py::arg("factor") = 1.0)
+      // Parameters whose sums of squares have to be made again; `clears`: they are.
       .def(
-          "scale", [](GradTable& self, const std::vector<int>& params, double factor) { self.scale(params, factor); },
-          py::arg("params"), py::arg("factor"))
+          "edited",
+          [](GradTable& self, bool clears) {
+            std::vector<size_t> found;
+            for (size_t i = 0; i < self.sums.size(); ++i) {
+              if (self.edited[i] != 0 && self.sums[i] != 0) {
+                found.push_back(i);
+              }
+            }
+            if (clears) {
+              self.edited.assign(self.edited.size(), 0);
+            }
+            return found;
+          },
+          py::arg("clears"))
+      .def("set_factor", &GradTable::set_factor, py::arg("param"), py::arg("factor"))
+      // Multiplies factors; or, without a number, notes that their entries were multiplied.
       .def(
-          "note_scaled", [](GradTable& self, const std::vector<int>& params) { self.note_scaled(params); },
-          py::arg("params"))
-      .def("expect_replays", &GradTable::expect_replays)
-      .def_property_readonly("may_be_replayed", &GradTable::may_be_replayed)
-      .def_property_readonly("has_scaled", [](const GradTable& self) { return self.has_entries(EntryState::kScaled); })
-      .def_property_readonly("has_stale", [](const GradTable& self) { return self.has_entries(EntryState::kStale); })
-      .def(
-          "is_scaled", [](const GradTable& self, int i) { return self.entry(i) == EntryState::kScaled; },
-          py::arg("param"))
-      .def(
-          "is_one", [](const GradTable& self, int i) { return self.entry(i) == EntryState::kOne; }, py::arg("param"))
-      // Flags: entries that are to become 1; they count as 1 from now on.
-      .def("take_stale",
-           [](GradTable& self) {
-             std::vector<uint8_t> stale(self.count());
-             for (size_t i = 0; i < stale.size(); ++i) {
-               stale[i] = self.entry(static_cast<int>(i)) == EntryState::kStale;
-             }
-             self.replace_entries(EntryState::kStale, EntryState::kOne);
-             return bytes_of(stale);
-           })
-      .def("reset_entries", &GradTable::reset_entries)
-      .def("reset_factors",
-           [](GradTable& self) {
-             self.reset_factors();
-             self.replace_entries(EntryState::kScaled, EntryState::kStale);
-           })
-      .def_property_readonly("known", [](const GradTable& self) { return bytes_of(self.known()); })
-      .def_property_readonly("factors", [](const GradTable& self) { return bytes_of(self.factors()); })
-      // They are in the entries from now on.
-      .def("take_known", [](GradTable& self) {
-        for (int i = 0; i < static_cast<int>(self.count()); ++i) {
-          if (self.factor(i) != 1.0) {
-            self.note_scaled({&i, 1});
-          }
-        }
-        self.reset_factors();
-      });
+          "scale",
+          [](GradTable& self, const std::vector<size_t>& params, std::optional<double> factor) {
+            for (const size_t param : params) {
+              if (factor) {
+                self.factors.at(param) *= *factor;
+              } else {
+                self.entries.at(param) = EntryState::kScaled;
+              }
+            }
+          },
+          py::arg("params"), py::arg("factor"));
 }
 
 inline void bind_window(py::module_& m) {
-  bind_schedule(m);
+  bind_verdict(m);
   bind_grad_table(m);
   m.def("are_same_objects", &are_same_objects, py::arg("a"), py::arg("b"));
   py::class_<PyWindow, std::shared_ptr<PyWindow>>(m, "Window")
@@ -749,7 +723,15 @@ inline void bind_window(py::module_& m) {
       .def("start", &PyWindow::start, py::arg("indices"))
       .def("defer", &PyWindow::defer)
       .def("undefer", &PyWindow::undefer)
-      .def_property_readonly("deferred", &PyWindow::deferred)
+      .def("deferred", &PyWindow::deferred, py::arg("index"))
+      .def(
+          "take_deferred",
+          [](PyWindow& self, int index) {
+            const py::object deferred = self.take_deferred(index);
+            return deferred ? deferred : py::object(py::none());
+          },
+          py::arg("index"))
+      .def_property_readonly("has_deferred", &PyWindow::has_deferred)
       .def("flush", &PyWindow::flush, py::arg("held"))
       .def("notes", &PyWindow::notes, py::arg("held"))
       .def(
@@ -773,7 +755,7 @@ inline void bind_window(py::module_& m) {
             };
           },
           py::arg("observer"))
-      .def("zero", &PyWindow::zero, py::arg("index"), py::arg("replaces") = false)
+      .def("replace_by_zero", &PyWindow::replace_by_zero, py::arg("index"))
       .def("memory", &PyWindow::memory)
       .def_readwrite("is_used", &PyWindow::is_used_)
       .def_property_readonly("is_open", [](PyWindow& self) { return self.window().is_open(); })

@@ -125,8 +125,6 @@ class Schedule {
   std::vector<StoreAction> drops(Flags held) const;
   // Whether this rank has put a gradient of `param` into this window.
   bool has_stored(int param) const { return stored_[param]; }
-  // Whether it has dropped or replaced one since.
-  bool is_void(int param) const { return void_[param]; }
   bool is_dirty() const { return is_dirty_; }
   int64_t window() const { return window_; }  // how many windows with gradients have been closed
 

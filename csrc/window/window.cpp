@@ -31,34 +31,6 @@ bool are_same(const StreamRef& a, const StreamRef& b) {
 
 }  // namespace
 
-// ---- Gate
-
-bool Gate::try_enter() {
-  thread_local const char me = 0;
-  const void* nobody = nullptr;
-  if (holder_.load(std::memory_order_relaxed) != &me &&
-      !holder_.compare_exchange_strong(nobody, &me, std::memory_order_acquire)) {
-    return false;
-  }
-  ++depth_;
-  return true;
-}
-
-void Gate::enter() {
-  while (!try_enter()) {
-    if (const void* const holder = holder_.load(std::memory_order_relaxed); holder != nullptr) {
-      holder_.wait(holder);
-    }
-  }
-}
-
-void Gate::leave() {
-  if (--depth_ == 0) {
-    holder_.store(nullptr, std::memory_order_release);
-    holder_.notify_one();
-  }
-}
-
 // ---- Window
 
 Window::Window(Reducers reducers, PoolRef side_pool, std::vector<BucketSpec> buckets, std::shared_ptr<GradTable> table,
@@ -67,8 +39,8 @@ Window::Window(Reducers reducers, PoolRef side_pool, std::vector<BucketSpec> buc
       options_(options),
       aside_(std::move(aside)),
       table_(std::move(table)),
-      places_of_(table_->count()),
-      schedule_(buckets_of(buckets, table_->count()), static_cast<int>(buckets.size()), options.is_static),
+      places_of_(table_->sums.size()),
+      schedule_(buckets_of(buckets, table_->sums.size()), static_cast<int>(buckets.size()), options.is_static),
       places_(reducers_.shard->pool(), std::move(side_pool), std::move(plan), stream),
       reductions_(reducers_, places_, options.max_inflight, options.is_registered, aside_) {
   std::vector<Reductions::Shard> shards;
@@ -81,16 +53,6 @@ Window::Window(Reducers reducers, PoolRef side_pool, std::vector<BucketSpec> buc
     }
   }
   reductions_.prepare_sums(std::move(shards), std::move(sums_plan), stream);
-}
-
-GradState Window::state_of(int param) const {
-  if (schedule_.is_void(param)) {
-    return GradState::kVoid;
-  }
-  if (schedule_.has_stored(param)) {
-    return GradState::kInBucket;
-  }
-  return table_->has_sum(param) ? GradState::kInShard : GradState::kAbsent;
 }
 
 void Window::open(std::string_view found, const StreamRef& stream, bool is_captured) {
@@ -111,7 +73,7 @@ void Window::open(std::string_view found, const StreamRef& stream, bool is_captu
     table_->forget_all();
   }
   bool has_any = false;
-  for (int param = 0; param < static_cast<int>(table_->count()); ++param) {
+  for (int param = 0; param < static_cast<int>(table_->sums.size()); ++param) {
     if (table_->has_sum(param) && found[static_cast<size_t>(param)] == 0) {
       table_->forget(param);
     }

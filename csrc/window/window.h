@@ -3,12 +3,13 @@
 // plan/schedule.h decides which gradient goes where and which bucket is reduced when; grad_table.h has what outlives a
 // window; this carries out. The hooks of the parameters, and Python for the end of a window, are bindings/window_py.h.
 //
-// [Note: a gradient's way] A parameter's gradient is in one state, state_of():
-//   absent     at first, and from a close in which no rank had it, or from forget(), until the next gradient
-//   deferred   from the end of no_sync() until the next gradient or the close (Python has the tensor)
-//   in bucket  from arrive() until the close
-//   in shard   from the close until zero_grad(), another window that replaces it, or the next arrive()
-//   void       it was in a bucket and was dropped or replaced since, until the close; a replacement is in late memory
+// [Note: a gradient's way] A parameter's gradient is in one state, by the first of these that holds:
+//   deferred   from the end of no_sync() until the next gradient or the close; the tensor is in the binding
+//   void       in the schedule: it was in a bucket and was dropped or replaced since, until the close; a replacement is in
+//              late memory
+//   in bucket  Schedule::has_stored(): from arrive() until the close
+//   in shard   GradTable::has_sum(): from a close until forget(), by a window that opens without a placeholder in p.grad
+//   absent     else
 //
 // [Note: packed in its stream] On CUDA an arriving gradient is *held*: its bucket keeps a reference, and nothing is
 // launched. When the bucket is full, one kernel for each stream in which gradients arrived, enqueued in that stream, packs
@@ -34,10 +35,10 @@
 // never for each gradient.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -50,18 +51,6 @@
 #include "window/reductions.h"
 
 namespace bucketwheel {
-
-// Who is inside a window; recursive.
-class Gate {
- public:
-  bool try_enter();
-  void enter();  // without the GIL
-  void leave();
-
- private:
-  std::atomic<const void*> holder_{nullptr};  // an address that is the thread's own
-  int depth_ = 0;
-};
 
 struct BucketPart {
   int param;
@@ -77,8 +66,6 @@ struct Gradient {
   StreamRef stream;             // CUDA: in which it was written
   std::shared_ptr<void> owner;  // CUDA: set where it may be held
 };
-
-enum class GradState : uint8_t { kAbsent, kInBucket, kInShard, kVoid };  // but for deferred, which Python knows
 
 struct WindowOptions {
   bool overlap = true;
@@ -102,7 +89,7 @@ class Window {
   Window(Reducers reducers, PoolRef side_pool, std::vector<BucketSpec> buckets, std::shared_ptr<GradTable> table,
          PoolPlan plan, PoolPlan sums_plan, const WindowOptions& options, const StreamRef& stream, Aside aside);
 
-  Gate gate;  // held in all calls below
+  std::recursive_mutex gate;  // held in all calls below: [Note: window gate]
 
   Schedule& schedule() { return schedule_; }
   GradTable& table() { return *table_; }
@@ -112,7 +99,6 @@ class Window {
   bool is_on_cpu() const { return device().kind == DeviceId::Kind::kCpu; }
   bool is_open() const { return is_open_; }
   bool is_foreign() const { return process_.is_foreign(); }
-  GradState state_of(int param) const;
 
   // Prepares the shards for new sums: drops the sums that p.grad no longer stands for. `found`: flags of what p.grad has a
   // placeholder of, or a gradient to add. Factors that are pending for sums that stay have been applied. `stream`: CUDA, of

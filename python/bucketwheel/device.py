@@ -90,13 +90,6 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def join(device: torch.device, stream: torch.cuda.Stream | None) -> None:
-    """CUDA: the current stream waits for ``stream``, if that is another one."""
-    current = stream_of(device)
-    if current is not None and stream is not None and stream != current:
-        current.wait_stream(stream)
-
-
 def buffer_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU as bytes, writable; valid while the tensor lives. Unlike
     ``Tensor.numpy()`` it needs no numpy, which torch does not require."""

@@ -209,12 +209,6 @@ class Communicator:
         return self._native.backend
 
     @property
-    def sees_peers(self) -> bool:
-        """Whether `Handle.is_ordered` tells that the peers have issued an operation. If not (NCCL between hosts), a
-        stream that waits for one may wait there for a peer that has not."""
-        return bool(self._native.sees_peers)
-
-    @property
     def device(self) -> int:
         """The index of the CUDA device of its tensors, or -1."""
         return int(self._native.device)

@@ -55,15 +55,6 @@ class Handle:
         """True when the operation is over. Never blocks."""
         return self._native.query()
 
-    def is_ordered(self) -> bool:
-        """True when memory can be given on behind the operation (`Lease.release`) without waiting for a peer: on the
-        CPU when it is over, on CUDA when it is in a stream. Never blocks."""
-        return self._native.is_ordered
-
-    def await_order(self, timeout: float) -> bool:
-        """Block until `is_ordered`, for ``timeout`` seconds at most; whether it is."""
-        return self._native.await_order(timeout if type(timeout) is float else seconds_of(timeout))
-
     @property
     def is_captured(self) -> bool:
         """True for an operation that is part of a CUDA graph: it is over in each replay, and never outside."""

@@ -40,8 +40,6 @@ class Reducer(Protocol):
     @property
     def device(self) -> int: ...
     @property
-    def sees_peers(self) -> bool: ...
-    @property
     def is_registered(self) -> bool: ...
     @property
     def max_payload_bytes(self) -> int: ...
@@ -164,10 +162,6 @@ class Replicas:
         return ""
 
     # --- as one communicator would -----------------------------------------------------------------------------------
-
-    @property
-    def sees_peers(self) -> bool:
-        return self.shard.sees_peers and self._replicate.sees_peers
 
     @property
     def pool(self) -> Pool:

@@ -187,7 +187,7 @@ class ReducedGrads:
     def _sums_on_cpu(self) -> array.array[float]:
         assert self._arrival_sums is not None
         local = array.array("d", self._arrival_sums.sums(self.table.sums))
-        for index in self.table.edited():
+        for index in self.table.edited(clears=False):
             again = core.sumsq([piece.grad for piece in self._params[index].pieces])
             local[index] = sum(s if not is_bad or not math.isfinite(s) else math.nan for s, is_bad in again)
         return local
@@ -218,8 +218,7 @@ class ReducedGrads:
     def _sum_edited_rows(self) -> None:
         """CUDA: makes `row_sums` again for what was edited since its reduce-scatter. Not while reduce-scatters may
         write there."""
-        edited = [piece for index in self.table.edited() for piece in self._params[index].pieces]
-        self.table.clear_edited()
+        edited = [piece for index in self.table.edited(clears=True) for piece in self._params[index].pieces]
         if edited:
             assert self.row_sums is not None
             again = self._new(len(edited))

@@ -359,7 +359,7 @@ class GradWindow:
     def accumulate(self, index: int, grad: Tensor) -> None:
         with self._native, torch.no_grad():
             self._has_repeats = True
-            deferred = self._native.deferred.pop(index, None)
+            deferred = self._native.take_deferred(index)
             grad = grad if deferred is None else deferred.add_(grad)
             self._native.accumulate(index, grad, self._overlap and not self._no_sync_depth)
 
@@ -387,14 +387,14 @@ class GradWindow:
             if not isinstance(factor, Tensor) or self._is_on_cpu:
                 factor = float(factor)
             is_captured = self._expect_own_grads("scaling gradients")
-            deferred, sums, is_open = self._native.deferred, self.reduced.table.sums, self._native.is_open
-            private = [i for i in indices if self._native.is_private(i) and not sums[i] and i not in deferred]
+            native, sums = self._native, self.reduced.table.sums
+            deferred = {i for i in indices if native.deferred(i) is not None} if native.has_deferred else set()
+            rest, is_open = [i for i in indices if i not in deferred], native.is_open
+            private = [i for i in rest if native.is_private(i) and not sums[i]]
             if private:
                 agreement.refuse_private(self.comm, self.infos, private)
-            for index in indices if deferred else ():
-                if index in deferred:
-                    deferred[index].mul_(factor)
-            rest = [i for i in indices if i not in deferred]
+            for index in deferred:
+                native.deferred(index).mul_(factor)
             is_zero = not isinstance(factor, Tensor) and factor == 0.0
             if is_zero and is_open:
                 self.zero(rest)  # what comes later cannot be divided by a pending 0
@@ -429,14 +429,14 @@ class GradWindow:
 
     def zero(self, indices: Sequence[int]) -> None:
         with self._native, torch.no_grad():
-            deferred, is_open = self._native.deferred, self._native.is_open
+            is_open = self._native.is_open
             for index in indices:
-                if index in deferred:
-                    deferred[index].zero_()
+                if (deferred := self._native.deferred(index)) is not None:
+                    deferred.zero_()
                 elif is_open:
                     self._native.replace(index, torch.zeros_like(self.params[index]))
                 else:
-                    self._native.zero(index, replaces=True)
+                    self._native.replace_by_zero(index)
             if not is_open:
                 self.reduced.settle()
 

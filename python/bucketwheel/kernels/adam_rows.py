@@ -9,6 +9,8 @@ is part of the graph.
 
 from __future__ import annotations
 
+import array
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +43,13 @@ def _native_options(param_groups: Sequence[dict[str, Any]], amsgrad: bool, resyn
     return core.AdamOptions(bool(first.get("decoupled_weight_decay", True)), bool(first["maximize"]), resync=resync)
 
 
+# States of an entry of `GradFactors` in device memory, as csrc/window/grad_table.h has them.
+_ONE, _SCALED, _STALE = range(3)
+_SCALED_IS_STALE = bytes([_ONE, _STALE, _STALE]).ljust(256, b"\0")
+_STALE_IS_ONE = bytes([_ONE, _SCALED, _ONE]).ljust(256, b"\0")
+_IS_STALE = bytes([0, 0, 1]).ljust(256, b"\0")
+
+
 class GradFactors:
     """What each gradient is still to be multiplied by, beside the average: float64, one a parameter, 1 at first.
 
@@ -51,10 +60,11 @@ class GradFactors:
 
     def __init__(self, table: core.GradTable, device: int) -> None:
         self.table = table
+        self._ones = array.array("d", [1.0] * len(table.sums)).tobytes()
         self._device = device
         is_on_host = device == CPU
         self._entries = (
-            None if is_on_host else torch.ones(table.count, dtype=torch.float64, device=torch_device(device))
+            None if is_on_host else torch.ones(len(table.sums), dtype=torch.float64, device=torch_device(device))
         )
         self._uploads = Uploads(device)
         # CUDA graphs. None until something is captured; then the id of the capture in which all entries were last set to 1,
@@ -84,30 +94,37 @@ class GradFactors:
 
     def __getitem__(self, index: int) -> float | Tensor:
         """0-d on the device where that knows more than the host."""
-        known = self.table.factor(index)
+        known = self._known(index)
         return self._entries[index] * known if self._entries is not None and self._counts(index) else known
 
     def is_known(self, index: int, factor: float) -> bool:
         """Whether the host knows that a factor is ``factor``."""
-        return self.table.factor(index) == factor and not self._counts(index)
+        return self._known(index) == factor and not self._counts(index)
 
     def _counts(self, index: int) -> bool:
         """Whether an entry may differ from 1 and is to be used."""
-        return self.table.is_scaled(index) or (self.table.is_one(index) and self.are_unsure)
+        state = self.table.entries[index]
+        return state == _SCALED or (state == _ONE and self.are_unsure)
+
+    def _known(self, index: int) -> float:
+        (known,) = struct.unpack_from("d", self.table.factors, 8 * index)
+        return known
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def reset_all(self) -> None:
         """Nothing is pending for any parameter."""
-        self.table.reset_factors()
+        self.table.factors = self._ones
         if self._entries is None:
             return
         capture = core.capture_id(self._device)
         if capture or self.may_be_replayed:  # in the graph too, which a replay finds as the last one left it
             self._ones_in = capture
-            self.table.expect_replays()
+            self.table.may_be_replayed = True
             self._entries.fill_(1.0)
-            self.table.reset_entries()
+            self.table.entries = bytes(len(self._entries))
+        else:
+            self.table.entries = self.table.entries.translate(_SCALED_IS_STALE)
 
     def scale(self, indices: Sequence[int], factor: float | Tensor) -> None:
         """Multiplies factors by a number, or by a tensor of one element, which stays where it is if that is the device."""
@@ -119,7 +136,7 @@ class GradFactors:
         if len(indices) < len(self._entries):
             times = torch.where(self._uploads.mask("scale", len(self._entries), indices).bool(), times, 1.0)
         self._entries.mul_(times)
-        self.table.note_scaled(indices)
+        self.table.scale(indices, None)
 
     def clip(
         self,
@@ -134,9 +151,9 @@ class GradFactors:
         of squares; multiplies the factors of ``indices`` by the clip coefficient where ``max_norm`` is given."""
         assert self._entries is not None
         table = self.table
-        resets = table.has_stale and not table.has_scaled and not self.may_be_replayed and not table.known
+        resets = self._all_are_stale and not self.known
         if resets:  # by the kernel
-            table.take_stale()
+            table.entries = table.entries.translate(_STALE_IS_ONE)
         else:
             self._move_known()
         chosen = self._uploads.mask("chosen", len(self._entries), indices)
@@ -152,20 +169,32 @@ class GradFactors:
             resets=resets,
         )
         if max_norm is not None:
-            table.note_scaled(indices)
+            table.scale(indices, None)
 
     def _apply_resets(self) -> None:
         """All at once: one operation, however many parameters were clipped."""
-        if not self.table.has_stale:
+        entries = self.table.entries
+        if _STALE not in entries:
             return
         assert self._entries is not None
-        is_whole = not self.table.has_scaled and not self.may_be_replayed
-        stale = self.table.take_stale()
-        if is_whole:
+        if self._all_are_stale:
             self._entries.fill_(1.0)
         else:
-            is_stale = self._uploads.get("reset", torch.uint8, stale).bool()
+            is_stale = self._uploads.get("reset", torch.uint8, entries.translate(_IS_STALE)).bool()
             self._entries.copy_(torch.where(is_stale, 1.0, self._entries))
+        self.table.entries = entries.translate(_STALE_IS_ONE)
+
+    @property
+    def _all_are_stale(self) -> bool:
+        """Whether all entries that are not 1 are to be."""
+        entries = self.table.entries
+        return _STALE in entries and _SCALED not in entries and not self.may_be_replayed
+
+    @property
+    def known(self) -> bytes:
+        """What the host knows of the factors: doubles; empty if all are 1."""
+        known = self.table.factors
+        return b"" if known == self._ones else known
 
     def vector(self) -> Tensor:
         """All factors, as the Adam kernel takes them: float64 [parameters], where the parameters are."""
@@ -178,11 +207,11 @@ class GradFactors:
     def _move_known(self) -> None:
         """Moves what the host knows to the device."""
         self._apply_resets()
-        known = self.table.known
-        if known:
+        if known := self.known:
             assert self._entries is not None
             self._entries.mul_(self._uploads.get("factors", torch.float64, known))
-            self.table.take_known()
+            self.table.scale([i for i, factor in enumerate(memoryview(known).cast("d")) if factor != 1.0], None)
+            self.table.factors = self._ones
 
 
 class AdamRows:

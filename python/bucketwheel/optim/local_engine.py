@@ -309,7 +309,7 @@ class LocalEngine:
         for i in stale:
             del self._clips[i]
         for i in stale if self._clips else ():  # else all of them become 1 when they are used next
-            self._factors.table.set_factor(i)
+            self._factors.table.set_factor(i, 1.0)
 
     def _is_clipped(self, index: int) -> bool:
         """Whether p.grad is the gradient that was clipped. RuntimeError if it was written to since."""
