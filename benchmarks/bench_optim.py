@@ -28,6 +28,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 import clip_step
+import hooks
 import host_step
 import torch
 from gpt_systems import PEERS, SYSTEMS, Gpt, GptConfig, Plain, build, token_batches
@@ -235,6 +236,7 @@ def main() -> None:
         repeats = options.repeats or (8 if options.quick else 31)
         run_gpt(results, names, config, repeats=repeats, memory_steps=0 if options.quick else 4)
     if options.part in ("all", "host"):
+        hooks.run(results, repeats=5 if options.quick else 21)
         host_step.run(results, repeats=11 if options.quick else 41)
     results.print_table()
 
