@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU kernels, the optimizer's cost and a GPT-2-medium step against torch's, with this run's ceilings.
 
-    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|gpt|nccl|all [--quick] [--json PATH]
+    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|sweep|gpt|nccl|all [--quick] [--json PATH]
 
 `make gpu` runs it; docs/performance.md holds what an H200 measured. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
@@ -9,17 +9,31 @@ BW_GPU_SIMULATE=1 without a GPU).
 
 from __future__ import annotations
 
+import functools
 import gc
+import statistics
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
+import hooks
 import torch
+import torch.distributed as dist
 from gpu_adam import BF16, CONFIGS, F32, FOR_LOOP, Config, Tensors, fused, omitted_peers, peers_of
 from gpu_nccl import nccl
-from gpu_systems import GPT_MEDIUM, GPT_TINY, OURS, SHARDED, SYSTEMS, TORCH, TrainingStep, make_systems
+from gpu_systems import (
+    GPT_MEDIUM,
+    GPT_TINY,
+    OURS,
+    OVER_NCCL,
+    SHARDED,
+    SYSTEMS,
+    TORCH,
+    TrainingStep,
+    make_systems,
+)
 from gpu_timing import Bench, random
 from harness import Timing, parse_args
 
@@ -30,10 +44,12 @@ from bucketwheel.native.modules import native
 from tests.gpu.device import DEVICE, Calls
 
 # Seconds that a section may take; run_all.py ends it a little later.
-LIMITS_S = {"adam": 58.0, "norm": 30.0, "layouts": 21.0, "host": 16.0, "gpt": 34.0, "nccl": 50.0}
+LIMITS_S = {"adam": 58.0, "norm": 30.0, "layouts": 21.0, "host": 50.0, "sweep": 50.0, "gpt": 34.0, "nccl": 50.0}
 SIZES = {"256 M": 256 << 20, "16 M": 16 << 20, "1 G": 1 << 30}
 QUICK_NUMEL = 20_000
 FOR_LOOP_REPEATS, GPT_REPEATS = 8, 20
+SWEEP_MB = (16, 32, 64, 128)  # bucket_cap_mb
+IN_TURN = 5  # steps that follow each other
 
 
 # ---- adam
@@ -259,6 +275,34 @@ def layouts(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
+    hook_rows(bench)
+    clip_and_step_on_the_host(bench)
+
+
+def hook_rows(bench: Bench) -> None:
+    """What gradients cost the host during backward (hooks.py), over NCCL with one rank. The simulated device and NCCL count
+    what they are given and do none of it."""
+    dist.init_process_group(
+        "gloo" if DEVICE.is_simulated else "nccl", store=dist.HashStore(), rank=0, world_size=1
+    )  # for the wrapper
+    found = []
+    with Communicator(backend="nccl", device="cuda", name="hooks") as comm, DEVICE.host_alone():
+        where = hooks.Where(comm, DEVICE.tensors, "cuda", DEVICE.synchronize, works=not DEVICE.is_simulated)
+        for row in hooks.ROWS:
+            if bench.time_left() < 6.0:
+                bench.omit(f"hooks, {row.name}", "no time left")
+                continue
+            one = hooks.measure_row(row, where, repeats=bench.size(10, 5), steps=bench.size(5, 2))
+            found.append(one)
+            bench.add(f"hooks, {row.name}", row.count, one.ours, peer=hooks.PEER, peer_timing=one.peer, **one.facts())
+        if {hooks.ONE, hooks.BUCKETS} <= {one.row for one in found}:
+            issued = hooks.issue(where, repeats=bench.size(20, 2))
+            bench.add("hooks, issue of a bucket", hooks.BUCKETS.count, issued, **hooks.bucket_facts(found))
+    DEVICE.synchronize()
+    dist.destroy_process_group()
+
+
+def clip_and_step_on_the_host(bench: Bench) -> None:
     """Time of the calling thread in clip and step, without backward; the device is idle before each sample."""
     for count in (300, 3_000):
         systems = make_systems([1_000] * bench.size(count, count // 30), F32)
@@ -323,7 +367,54 @@ def gpt_systems(bench: Bench, weights: str) -> None:
         system.close()
 
 
-SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "gpt": gpt, "nccl": nccl}
+# ---- sweep
+
+
+def sweep(bench: Bench) -> None:
+    """GPT-2 medium sharded over one rank by `bucket_cap_mb`, and over NCCL with its whole step in a CUDA graph.
+
+    `in_turn_ms` is a step of several that follow each other, from an idle device to an idle device, as in training: the
+    host's time, where the device waits for it.
+    """
+    config, batch = (GPT_TINY, 2) if bench.quick else (GPT_MEDIUM, 4)
+    for weights in ("float32, autocast", "bfloat16"):
+        make = functools.partial(TrainingStep, weights=weights, config=config, batch=batch)
+        sharded = {f"bucket_cap_mb {mb}": make(SHARDED, bucket_cap_mb=mb / bench.size(1, 10_000)) for mb in SWEEP_MB}
+        captured = make(OVER_NCCL, capturable=True, static_graph=True)
+        systems = {TORCH: make(TORCH), **sharded, "captured": captured}
+        losses = {
+            name: [system.train() for _ in range(3)] for name, system in systems.items() if system is not captured
+        }
+        losses["captured"] = captured.capture()
+        for name, system in systems.items():
+            losses[name].append(system.train().clone())
+            torch.testing.assert_close(*(torch.stack(losses[n]).float() for n in (name, TORCH)), rtol=3e-2, atol=3e-2)
+        timings = bench.measure({name: system.train for name, system in systems.items()}, repeats=GPT_REPEATS)
+        in_turn = {name: round(1e3 * in_turn_s(bench, system), 3) for name, system in systems.items()}
+        for name in (*sharded, "captured"):
+            bench.add(
+                f"GPT-2 medium step, {weights}, {name}", systems[name].numel, timings[name], peer=TORCH,
+                peer_timing=timings[TORCH], in_turn_ms=in_turn[name], peer_in_turn_ms=in_turn[TORCH],
+            )  # fmt: skip
+        for system in systems.values():
+            system.close()
+        del systems, sharded, captured, system
+        DEVICE.free_bytes()
+
+
+def in_turn_s(bench: Bench, system: TrainingStep) -> float:
+    samples = []
+    for _ in range(bench.size(4, 1)):
+        DEVICE.synchronize()
+        begin = time.perf_counter()
+        for _ in range(IN_TURN):
+            system.train()
+        DEVICE.synchronize()
+        samples.append((time.perf_counter() - begin) / IN_TURN)
+    return statistics.median(samples)
+
+
+SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "sweep": sweep, "gpt": gpt, "nccl": nccl}
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -14,7 +14,8 @@ disturbs less. No system pays for what glibc gives back and takes again (keep_fr
 pack, sum, step and copy the same bytes (bare_loops.cpp). Memory: the peak over some steps of the proportional set size,
 summed over the ranks, one fresh job per system.
 
-Host time of a step: models of 300 and 3,000 tiny parameters, where nearly all of a step is bookkeeping (host_step.py).
+Host time: of each parameter's hook and each bucket during backward (hooks.py); of a step of models of 300 and 3,000 tiny
+parameters, where nearly all of it is bookkeeping (host_step.py).
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def main() -> None:
         repeats = options.repeats or (8 if options.quick else 31)
         run_gpt(results, names, config, repeats=repeats, memory_steps=0 if options.quick else 4)
     if options.part in ("all", "host"):
-        hooks.run(results, repeats=5 if options.quick else 21)
+        hooks.run(results, repeats=5 if options.quick else 21, steps=5 if options.quick else 50)
         host_step.run(results, repeats=11 if options.quick else 41)
     results.print_table()
 

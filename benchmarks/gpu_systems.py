@@ -7,6 +7,8 @@ buckets, reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW w
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,13 +46,13 @@ GPT_TINY = GptConfig(layers=2, width=32, heads=2, context=8, vocabulary=97)
 class _Optimizer:
     """The optimizer of one system. Its state is fp32 for ours, with masters for bfloat16; torch's is of the parameters' dtype."""
 
-    def __init__(self, name: str, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, name: str, params: Iterable[nn.Parameter], **more: Any) -> None:
         self._params = list(params)
         self._is_ours = name != TORCH
         self._comms = _communicators(name)
         options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
         self._optimizer: Any = (
-            bw.ShardedAdamW(self._params, process_group=self._comms[-1] if self._comms else None, **options)
+            bw.ShardedAdamW(self._params, process_group=self._comms[-1] if self._comms else None, **options, **more)
             if self._is_ours
             else torch.optim.AdamW(self._params, fused=True, **options)
         )
@@ -123,20 +125,31 @@ def make_systems(numels: Sequence[int], dtype: torch.dtype) -> dict[str, GivenGr
     }
 
 
-class TrainingStep(_Optimizer):
-    """One GPT with one system. ``weights``: "float32, autocast" or "bfloat16" (ours then keeps float32 masters, torch none)."""
+@functools.cache
+def _gpt(config: GptConfig) -> Gpt:
+    """The one that every system's is a copy of: to draw its values takes seconds."""
+    return Gpt(config).to(DEVICE.tensors)
 
-    def __init__(self, name: str, weights: str, config: GptConfig, batch: int) -> None:
+
+class TrainingStep(_Optimizer):
+    """One GPT with one system. ``weights``: "float32, autocast" or "bfloat16" (ours then keeps float32 masters, torch none).
+    ``more``: options of our optimizer."""
+
+    def __init__(self, name: str, weights: str, config: GptConfig, batch: int, **more: Any) -> None:
         self._autocasts = weights != "bfloat16"
+        self._is_capturable = "capturable" in more
         dtype = torch.float32 if self._autocasts else torch.bfloat16
-        self._model = Gpt(config).to(DEVICE.tensors, dtype)  # seeds itself: every one starts equal
-        super().__init__(name, self._model.parameters())
+        self._model = copy.deepcopy(_gpt(config)).to(dtype)
+        super().__init__(name, self._model.parameters(), **more)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
         self._tokens = tokens.to(DEVICE.tensors)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(DEVICE.tensors.type, torch.bfloat16) if self._autocasts else nullcontext()
+        if not self._autocasts:
+            return nullcontext()
+        # A cast that is kept beyond the capture would be read by replays where it is.
+        return torch.autocast(DEVICE.tensors.type, torch.bfloat16, cache_enabled=not self._is_capturable)
 
     def backward(self) -> Tensor:
         with self._autocast():
@@ -152,3 +165,27 @@ class TrainingStep(_Optimizer):
         loss = self.backward()
         self.finish()
         return loss
+
+    def capture(self, warm_up: int = 3) -> list[Tensor]:
+        """Captures a step in a CUDA graph, which `train` replays from now on. Returns the losses of the eager steps before."""
+        losses: list[Tensor] = []
+
+        def step() -> None:
+            self._optimizer.zero_grad()
+            losses.append(self.backward())
+            self.clip_and_step()
+
+        DEVICE.warm_up(step, warm_up)
+        eager = [loss.clone() for loss in losses]
+        replay = DEVICE.capture(step)
+
+        def train() -> Tensor:
+            replay()
+            return losses[-1]
+
+        self.train = train  # type: ignore[method-assign]
+        return eager
+
+    def close(self) -> None:
+        self.__dict__.pop("train", None)  # the graph goes before its communicators
+        super().close()

@@ -4,12 +4,12 @@ One rank, one thread; a Function gives the gradients, so that backward does noth
 the same kind with an empty hook in C on every parameter: where gradients accumulate, it adds to the ``.grad`` that is
 there. Both are processor time of the process, since hooks of a GPU's gradients run in a thread of autograd (beside the busy
 thread: wall time). A bucket's time is the slope between the rows of one and of many buckets. `issue`: a prepared
-reduce-scatter of as many elements, whatever thread works for it. In the other columns, counted in passes that are not timed:
+reduce-scatter of as many elements, whatever thread works for it. Counted in passes that are not timed:
 
-- entries: how often a backward enters Python in the package; elsewhere, beside the Function. What is built anew for each
-  bucket is built in Python there, so the entries and the calls of a bucket stand for it, and 0 entries for none;
+- entries: how often a backward enters Python in the package; other_entries: elsewhere, beside the Function. What Python
+  builds anew for each bucket is built there, so entries and calls of a bucket stand for it, and 0 entries for none;
 - calls: how many functions of the package run in Python then, entered or called by each other;
-- kept: by how many Python objects a step leaves more than it found.
+- kept: how many Python objects more there are after a step than before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,13 @@ ACCUMULATE = ("accumulate", "grad_sync", "no_sync")
 @dataclass(frozen=True)
 class Where:
     """A communicator of one rank. ``tensors``: the device of tensors; ``device``: as communicators take it. All of a
-    device's work is done when ``synchronize`` returns."""
+    device's work is done when ``synchronize`` returns; ``works``: it is done at all, so that results are right."""
 
     comm: Communicator
     tensors: torch.device = torch.device("cpu")
     device: str | None = None
     synchronize: Callable[[], None] = lambda: None
+    works: bool = True
 
 
 class Given(nn.Module):
@@ -94,10 +95,11 @@ class Given(nn.Module):
 
     def __init__(self, row: Row, device: torch.device) -> None:
         super().__init__()
+        seeded = torch.Generator().manual_seed(0)
         self.weights, self.grads = nn.ParameterList(), []
         for _ in range(row.count):
-            self.weights.append(nn.Parameter(torch.randn(NUMEL).to(device, row.dtype)))
-            self.grads.append(torch.randn(NUMEL).to(device, row.dtype))
+            self.weights.append(nn.Parameter(torch.randn(NUMEL, generator=seeded).to(device, row.dtype)))
+            self.grads.append(torch.randn(NUMEL, generator=seeded).to(device, row.dtype))
 
     def forward(self) -> Tensor:
         loss: Tensor = Inject.apply(self.grads, *self.weights)
@@ -160,47 +162,68 @@ class Ours(Peer):
 
 
 class Entries:
-    """A profile function that counts calls of Python in the thread that runs a backward."""
+    """Counts calls of Python in the thread that runs a backward."""
 
     def __init__(self) -> None:
-        self.ours = self.others = self.calls = self._depth = 0
+        self.entries = self.other_entries = self.calls = self._depth = 0
 
-    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+    def profile(self, frame: Any, event: str, arg: Any) -> None:
         if event == "call":
             is_ours = frame.f_code.co_filename.startswith(PACKAGE)
             self.calls += is_ours
             if not self._depth and not frame.f_code.co_filename.endswith("torch/autograd/function.py"):
-                self.ours += is_ours
-                self.others += not is_ours
+                self.entries += is_ours
+                self.other_entries += not is_ours
             self._depth += 1
         elif event == "return":
             self._depth = max(self._depth - 1, 0)  # frames that were there before return too
 
-    @classmethod
-    def of(cls, loss: Tensor) -> Entries:
-        """Of its backward. The hooks of the loss run where the others do."""
-        counted = cls()
-        loss.register_hook(lambda grad: sys.setprofile(counted))
+    def count(self, loss: Tensor) -> dict[str, int]:
+        """Of its backward. A hook of the loss runs in the thread of the others, where the next backward is to `end` this."""
+        loss.register_hook(lambda grad: sys.setprofile(self.profile))
         loss.backward()
-        found = (counted.ours, counted.others, counted.calls)
+        found = {"entries": self.entries, "other_entries": self.other_entries, "calls": self.calls}
         sys.setprofile(None)
-        counted.ours, counted.others, counted.calls = found
-        return counted
+        return found
+
+    def end(self, loss: Tensor) -> None:
+        loss.register_hook(lambda grad: sys.setprofile(None))
+        loss.backward()
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one row: times of a backward, ours and the peer's, and of our whole step; what was counted."""
+    """Of one row: the time of a backward, ours and the peer's, of our whole step, and what was counted."""
 
     row: Row
     ours: Timing
     peer: Timing
     step: Timing
     buckets: int
-    entries: int
-    other_entries: int
-    calls: int
-    kept: float
+    counts: dict[str, float]
+
+    @property
+    def hooks(self) -> Timing:
+        return self.ours.minus(self.peer)
+
+    def facts(self) -> dict[str, float]:
+        us = 1e6 / self.row.count
+        times = {
+            "us_a_parameter": us * self.hooks.median_s,
+            "torch_us_a_parameter": us * self.peer.median_s,
+            "step_ms": 1e3 * self.step.median_s,
+        }
+        return {name: round(value, 2) for name, value in (times | self.counts).items()}
+
+
+def bucket_facts(found: list[Found]) -> dict[str, float]:
+    """Of one bucket: the slope between the rows of one and of many."""
+    one, many = (next(each for each in found if each.row == row) for row in (ONE, BUCKETS))
+    more = {
+        "us_a_bucket": 1e6 * (many.hooks.median_s - one.hooks.median_s),
+        **{name: many.counts[name] - one.counts[name] for name in ("entries", "calls")},
+    }
+    return {name: round(value / (many.buckets - one.buckets), 2) for name, value in more.items()}
 
 
 @contextlib.contextmanager
@@ -231,11 +254,22 @@ def measure_row(row: Row, where: Where, repeats: int, steps: int) -> Found:
             Communicator(LocalWorld(1).rank(0), name="row", device=where.device) as shard,
             Communicator(columns.rank(rank), name="column", device=where.device) as replicate,
         ):
-            here = Where(shard, where.tensors, where.device, where.synchronize)
+            here = replace(where, comm=shard)
             return _measure(row, here, replicate, turns, rank, repeats, steps)
 
     found: Found = run_threads(body, row.replicas, timeout_s=300)[0]
     return found
+
+
+def check(peer: Peer, ours: Ours) -> None:
+    """RuntimeError unless both have the same gradients of the first and the last parameter."""
+    for system in (peer, ours):
+        system.loss().backward()
+    for index in (0, -1):
+        got, want = ours.optimizer.full_grad(ours.parameters[index]), peer.parameters[index].grad
+        if want is None or not torch.allclose(got, want.float(), rtol=1e-5):
+            raise RuntimeError(f"{ours.row.name}: the gradient of parameter {index} differs from torch's")
+    ours.finish()
 
 
 def _measure(
@@ -248,6 +282,7 @@ def _measure(
     steps: int,
 ) -> Found:
     """Ranks that are threads run their backwards one after the other, so that the time of one is its own."""
+    warnings.filterwarnings("ignore", message=".*DistributedDataParallel|a gradient came after its bucket")
     systems = {"peer": Peer(row, where), "ours": Ours(row, where, replicate)}
     now = time.perf_counter if row.way == "busy" else time.process_time
     samples: dict[str, list[float]] = {"peer": [], "ours": [], "step": []}
@@ -269,6 +304,8 @@ def _measure(
             samples["step"].append(now() - begin)
         return result
 
+    if where.works:
+        check(systems["peer"], systems["ours"])  # type: ignore[arg-type]
     gc.collect()
     gc.disable()
     with busy_thread() if row.way == "busy" else contextlib.nullcontext():
@@ -276,8 +313,9 @@ def _measure(
             for name in systems:
                 step(name, Tensor.backward)
     timings = {name: Timing(tuple(values[WARM_UP:])) for name, values in samples.items()}
-    counted = step("ours", Entries.of)
-    step("ours", lambda loss: (loss.register_hook(lambda grad: sys.setprofile(None)), loss.backward()))
+    entries = Entries()
+    counts = step("ours", entries.count)
+    step("ours", entries.end)
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(steps):
@@ -289,12 +327,10 @@ def _measure(
     assert isinstance(ours, Ours)
     buckets = ours.buckets()
     ours.optimizer.close()
-    return Found(
-        row, *(timings[n] for n in ("ours", "peer", "step")), buckets, counted.ours, counted.others, counted.calls, kept
-    )
+    return Found(row, timings["ours"], timings["peer"], timings["step"], buckets, counts | {"kept": kept})
 
 
-def issue(where: Where, count: int, repeats: int) -> Timing:
+def issue(where: Where, repeats: int, count: int = 33) -> Timing:
     """A prepared reduce-scatter of a bucket of `BUCKETS`, ``count`` of them one after the other."""
     numel = NUMEL * BUCKETS.count // count
     full, shard = (where.comm.pool.acquire("", 4 * numel).tensor(torch.float32, (numel,)) for _ in range(2))
@@ -310,43 +346,17 @@ def issue(where: Where, count: int, repeats: int) -> Timing:
     return Timing(tuple(samples[WARM_UP:]))
 
 
-def run_on(where: Where, *, repeats: int, steps: int = 50, rows: list[Row] | None = None) -> list[Found]:
-    """Prints the table; a process group is up."""
-    warnings.filterwarnings("ignore", message=".*DistributedDataParallel")
-    found = [measure_row(row, where, repeats, steps) for row in ROWS if rows is None or row in rows]
-    print(f"{'us a parameter in hooks':32s}  ours   torch  spread  step ms  entries  others  calls   kept")
-    for one in found:
-        hooks = one.ours.minus(one.peer)
-        us = 1e6 / one.row.count
-        print(
-            f"{one.row.name:32s} {us * hooks.median_s:5.2f}  {us * one.peer.median_s:6.2f}  {100 * hooks.spread:4.0f} %"
-            f"  {1e3 * one.step.median_s:7.2f}  {one.entries:7d}  {one.other_entries:6d}  {one.calls:5d}  {one.kept:5.2f}"
-        )
-    return found
-
-
-def per_bucket(found: list[Found], value: Callable[[Found], float]) -> float:
-    """The slope between the rows of one and of many buckets."""
-    one, many = (next(each for each in found if each.row == row) for row in (ONE, BUCKETS))
-    return (value(many) - value(one)) / (many.buckets - one.buckets)
-
-
-def job(rank: Rank, repeats: int) -> tuple[list[Found], Timing]:
+def job(rank: Rank, repeats: int, steps: int) -> tuple[list[Found], Timing]:
     with Communicator(LocalWorld(1).rank(0)) as comm:
-        where = Where(comm)
-        return run_on(where, repeats=repeats), issue(where, 33, repeats)
+        return [measure_row(row, Where(comm), repeats, steps) for row in ROWS], issue(Where(comm), repeats)
 
 
-def run(results: Results, *, repeats: int) -> None:
-    """Adds a line for each row and one for a bucket."""
-    found, issued = run_ranks(1, job, repeats).values[0]
-    for one in found:
-        results.add(
-            f"hooks, {one.row.name}", one.ours, peer=PEER, peer_timing=one.peer,
-            us_a_parameter=1e6 * one.ours.minus(one.peer).median_s / one.row.count, step_s=one.step.median_s,
-            entries=one.entries, other_entries=one.other_entries, calls=one.calls, objects_kept=one.kept,
-        )  # fmt: skip
-    us = 1e6 * per_bucket(found, lambda one: one.ours.minus(one.peer).median_s)
-    entries, calls = (per_bucket(found, lambda one, n=n: getattr(one, n)) for n in ("entries", "calls"))
-    print(f"a bucket: {us:.1f} us, {entries:.1f} entries, {calls:.1f} calls; issue {1e6 * issued.median_s:.1f} us")
-    results.add("hooks, a bucket's issue", issued, us_a_bucket=us, entries=entries, calls=calls)
+def run(results: Results, *, repeats: int, steps: int) -> None:
+    """Adds a line for each row and one for the issue of a bucket, and prints what they have beside times. ``steps``: in
+    how many objects are counted."""
+    found, issued = run_ranks(1, job, repeats, steps).values[0]
+    lines = [(f"hooks, {one.row.name}", one.ours, one.peer, one.facts()) for one in found]
+    lines.append(("hooks, issue of a bucket", issued, None, bucket_facts(found)))
+    for name, ours, peer, facts in lines:
+        results.add(name, ours, peer=PEER if peer else None, peer_timing=peer, **facts)
+        print(f"{name:36s} " + "  ".join(f"{fact} {value:.6g}" for fact, value in facts.items()))

@@ -69,6 +69,10 @@ class Device:
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[1])
 
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
     # ---- time and order
 
     def hold(self, seconds: float) -> None:
@@ -116,6 +120,10 @@ class Device:
         calls.expect_free_running()
         made = torch.cuda.memory_stats()["num_device_alloc"] - allocations
         assert made == 0, f"torch allocated device memory {made} times"
+
+    def host_alone(self) -> AbstractContextManager[None]:
+        """Inside, times of the host have no time of the device in them."""
+        return nullcontext()
 
     # ---- graphs
 
@@ -169,6 +177,9 @@ class SimulatedDevice(Device):
     def total_bytes(self) -> int:
         return 1 << 40  # of tests/native/fake_cuda
 
+    def free_bytes(self) -> int:
+        return self.total_bytes() - int(load()[1].fake_cuda_allocated_bytes())
+
     def hold(self, seconds: float) -> None:
         pass
 
@@ -196,6 +207,10 @@ class SimulatedDevice(Device):
         calls = Calls()
         yield
         calls.expect_free_running()
+
+    def host_alone(self) -> AbstractContextManager[None]:
+        """Nothing that the device or NCCL is given is done: results mean nothing."""
+        return simulated_nccl.counting()
 
     def warm_up(self, call: Callable[[], Any], times: int = 3) -> None:
         for _ in range(times):

@@ -101,6 +101,8 @@ def all_parts(python: str = sys.executable) -> list[Part]:
     doctor = (python, "-m", "bucketwheel", "doctor", "--build", "cpu", "--build", "cuda")
     return [
         Part("build", doctor, 180.0, warns="works, with warnings"),
+        bench("host", 60.0),
+        bench("sweep", 60.0),
         test("kernels", 90.0),
         test("optim", 75.0),
         test("ordering", 60.0, BW_POOL_POISON="1"),
@@ -119,7 +121,6 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         sanitize("memcheck", 60.0),
         sanitize("racecheck", 40.0),
         bench("layouts", 25.0),
-        bench("host", 30.0),
         bench("gpt", 40.0),
     ]
 

@@ -71,6 +71,7 @@ def test_a_collective_that_does_nothing_is_noticed(module: str, collective: str,
     ("script", "lines"),
     [
         *(("bench_calls", 70), ("bench_comm", 18), ("bench_peer_reads", 3), ("bench_pool", 45)),
+        ("bench_optim --part host", 17),
         ("bench_checkpoint --mib 8 --dir .", 16),
     ],
 )

@@ -48,5 +48,6 @@ def test_a_run_goes_on_past_failures(
 def test_every_part_has_its_file_and_its_name() -> None:
     parts = run_all.all_parts()
     assert len({part.name for part in parts}) == len(parts) and run_all.LIMIT_S <= 480
+    assert [part.name for part in parts[:3]] == ["build", "bench host", "bench sweep"]
     for part in parts:
         assert all((run_all.ROOT / word).is_file() for word in part.argv if word.endswith(".py")), part.name
