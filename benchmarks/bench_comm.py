@@ -94,7 +94,7 @@ def cases_of(comm: Communicator, name: str, size_bytes: int) -> dict[str, Callab
 
     def reduce_to_sink() -> None:
         sink.start(False)
-        comm._reduce_scatter_into(pooled, sink).wait()
+        comm._native.reduce_scatter_to_sink(pooled, sink).wait()
 
     if comm.backend == "shm":
         reduce_to_sink()

@@ -201,7 +201,7 @@ def arrival(bench: Bench) -> None:
 
             def take(sink: Any, full: Any = full) -> None:
                 sink.start(False)
-                comm._reduce_scatter_into(full, sink).wait()
+                comm._native.reduce_scatter_to_sink(full, sink).wait()
 
             ways = {
                 "with norm": lambda take=take, sink=sinks[0]: take(sink),

@@ -97,7 +97,8 @@ def make_tables(packing: Packing, plans: list[RankBucket], shares: Shares, steps
         ]
         accumulator = core.ShardAccumulator(shard, ranges)
         parts = [Part(count - 1 - f.param, f.bucket_begin, f.param_begin, f.numel) for f in plan.parts]
-        buckets.append(GradBucket(number, packing.world * bucket.shard_numel, torch.bfloat16, parts, accumulator))
+        numel = packing.world * bucket.shard_numel
+        buckets.append(GradBucket(number, numel, torch.bfloat16, parts, accumulator, bucket.shard_numel))
         for s in plan.segments:
             kept = {"exp_avg": shares.exp_avg, "exp_avg_sq": shares.exp_avg_sq, "master_param": shares.master}
             state = {name: memory.narrow(0, s.shard_begin, s.numel) for name, memory in kept.items()}

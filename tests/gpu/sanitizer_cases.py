@@ -131,7 +131,7 @@ def reduce_case(world: int, dtype: torch.dtype) -> None:
             size, rank = divmod(index, world)
             sink = sink_of(shard)
             sink.start(True)
-            handles.append(comms[rank]._reduce_scatter_into(fulls[rank][size], sink))
+            handles.append(comms[rank]._native.reduce_scatter_to_sink(fulls[rank][size], sink))
         for handle in handles:
             handle.wait()
         return [*itertools.chain(*outputs), *shards]

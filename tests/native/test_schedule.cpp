@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "check.h"
 
 using namespace bucketwheel;
@@ -417,7 +418,94 @@ class Simulation {
   std::vector<double> expected_;  // of each parameter: its gradient as everybody sees it
 };
 
+std::string_view view_of(const std::vector<uint8_t>& notes) {
+  return {reinterpret_cast<const char*>(notes.data()), notes.size()};
+}
+
+// The end of a window of one rank.
+void close_alone(Schedule& schedule, const std::vector<uint8_t>& held) {
+  const std::vector<uint8_t> notes = schedule.notes(held, {}, {});
+  const std::string_view view = view_of(notes);
+  std::vector<LaunchAction> first, late;
+  schedule.close(schedule.agree({&view, 1}), &first, &late);
+}
+
 }  // namespace
+
+TEST(an_unused_parameter_stops_holding_buckets_up) {
+  Schedule schedule({{0}, {0}, {1}}, 2);
+  const std::vector<uint8_t> held{1, 0, 1};
+  for (int window = 0; window < 6; ++window) {
+    size_t during = 0;
+    for (const int param : {2, 0}) {
+      during += schedule.gradient(param, false, true).launches.size();
+    }
+    CHECK(during == (window < 5 ? 0 : 2));
+    close_alone(schedule, held);
+  }
+}
+
+TEST(what_is_left_goes_before_ranks_agree) {
+  Schedule busy({{0}, {1}}, 2), idle({{0}, {1}}, 2);
+  busy.gradient(1, false, true);
+  CHECK(busy.flush() == (std::vector<LaunchAction>{{0, {0}, false}, {1, {}, false}}));
+  CHECK(idle.flush().empty());  // it has not heard of the other's gradient
+  const std::vector<uint8_t> held{0, 1}, nothing{0, 0};
+  const std::vector<uint8_t> notes[2] = {busy.notes(held, {}, {}), idle.notes(nothing, {}, {})};
+  const std::string_view views[2] = {view_of(notes[0]), view_of(notes[1])};
+  const WindowVerdict agreement = busy.agree(views);
+  CHECK(agreement.is_dirty && !agreement.is_complete);
+  std::vector<LaunchAction> first, late;
+  busy.close(agreement, &first, &late);
+  CHECK(first.empty() && late.empty());
+  idle.close(agreement, &first, &late);
+  CHECK(first == (std::vector<LaunchAction>{{0, {0}, false}, {1, {1}, false}}) && late.empty());
+}
+
+TEST(grad_sync_of_some_launches_what_is_complete) {
+  Schedule schedule({{0}, {0}, {1}}, 2);
+  schedule.gradient(1, false, false);
+  schedule.gradient(2, false, false);
+  const int last = 2, others[2] = {0, 1};
+  CHECK(schedule.complete({&last, 1}).empty());
+  const std::vector<LaunchAction> complete = schedule.complete(others);
+  CHECK(complete.size() == 2 && complete[0].bucket == 0 && complete[1].bucket == 1);
+  CHECK(schedule.flush().empty());
+}
+
+TEST(notes_of_another_layout_are_refused) {
+  const Schedule schedule({{0}, {0}}, 1);
+  const std::vector<uint8_t> nothing{0, 0}, notes = schedule.notes(nothing, {}, {});
+  const std::string own(view_of(notes));
+  for (const std::string& wrong : {std::string(), own.substr(1), own + "1234"}) {
+    const std::string_view views[2] = {own, wrong};
+    CHECK_THROWS(Error, "2 parameters in 1 buckets; do all ranks run the same version", schedule.agree(views));
+  }
+}
+
+// The first window has gradients of parameters 0 and 1. More of them are no harm while they come in time.
+TEST(what_breaks_the_promise_of_a_static_graph_is_found) {
+  const struct {
+    std::vector<int> gradients, at_once;
+    int at_end;
+  } cases[] = {{{0, 2}, {2}, 1}, {{0, 1, 0}, {0}, 0}, {{1}, {}, 0}, {{0, 1}, {}, -1}, {{0, 0, 1}, {}, -1}, {{}, {}, 0}};
+  for (const auto& [gradients, at_once, at_end] : cases) {
+    Schedule schedule({{0}, {0}, {0}}, 1, true);
+    schedule.gradient(0, false, true);
+    schedule.gradient(1, false, true);
+    close_alone(schedule, {1, 1, 0});
+    std::vector<int> found;
+    std::vector<uint8_t> held(3, 0);
+    for (const int param : gradients) {
+      schedule.gradient(param, false, true);
+      held[static_cast<size_t>(param)] = 1;
+      if (schedule.is_deviation(param)) {
+        found.push_back(param);
+      }
+    }
+    CHECK(found == at_once && schedule.find_deviation(held) == at_end);
+  }
+}
 
 TEST(ten_thousand_random_schedules_have_one_sequence_on_every_rank_and_the_right_sums) {
   Counts counts;

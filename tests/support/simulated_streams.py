@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from bucketwheel import device, torch_internals
 from bucketwheel.comm import handle
 from bucketwheel.gathers import gathers, pending_param
-from bucketwheel.grads import bucket, launch
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
 from bucketwheel.pool import pool
@@ -99,7 +98,7 @@ def streams_are_simulated() -> Iterator[None]:
     """Inside, bucketwheel takes the current `SideStream` of a thread for torch's current stream."""
     torch_internals.keep_out_of_graphs()  # once: it is slow where every call is noted, and ranks would all do it
     with contextlib.ExitStack() as patches:
-        for module in (bucket, device, gathers, launch, pending_param):
+        for module in (device, gathers, pending_param):
             patches.enter_context(mock.patch.object(module, "stream_of", lambda device: _thread.current))
         unwrapped = lambda stream: getattr(stream, "native", stream)  # noqa: E731
         patches.enter_context(mock.patch.object(handle, "native_stream", unwrapped))

@@ -4,6 +4,7 @@ tests/unit/test_adam_table.py."""
 from __future__ import annotations
 
 import random
+import struct
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +13,14 @@ import torch
 
 from bucketwheel.device import CPU
 from bucketwheel.kernels.adam_rows import GradFactors
+from bucketwheel.native import core
 from tests.support.simulated_cuda import Graph, posing
 
 COUNT = 5
+
+
+def made(count: int, device: int) -> GradFactors:
+    return GradFactors(core.GradTable(device, count), device)
 
 
 def changed(factors: GradFactors, seed: int, device: torch.device | None = None) -> list[float]:
@@ -29,7 +35,7 @@ def changed(factors: GradFactors, seed: int, device: torch.device | None = None)
             factors.scale(indices, torch.tensor([factor], dtype=torch.float32) if "tensor" in what else factor)
             expected = [value * (factor if i in indices else 1.0) for i, value in enumerate(expected)]
         elif what == "set":
-            factors.set(indices[0], factor)
+            factors.table.set_factor(indices[0], factor)
             expected[indices[0]] = factor
         elif what == "reset all":
             factors.reset_all()
@@ -37,37 +43,37 @@ def changed(factors: GradFactors, seed: int, device: torch.device | None = None)
         elif what == "ask":
             assert factors.vector().tolist() == expected
         else:
-            old, factors = factors, GradFactors(COUNT, factors._device)
+            old, factors = factors, made(COUNT, factors._device)
             factors.carry_over(old, range(COUNT))
         assert [float(factors[i]) for i in range(COUNT)] == expected, what
-        assert all(factors.has(i) for i, value in enumerate(expected) if value != 1.0)
+        assert all(factors.table.has_factor(i) for i, value in enumerate(expected) if value != 1.0)
         assert all(expected[i] == 0.5 for i in range(COUNT) if factors.is_known(i, 0.5))
     return factors.vector().tolist()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_device_has_the_factors_of_the_host(seed: int) -> None:
-    expected = changed(GradFactors(COUNT, CPU), seed)
+    expected = changed(made(COUNT, CPU), seed)
     with posing():
-        assert changed(GradFactors(COUNT, 0), seed) == expected
+        assert changed(made(COUNT, 0), seed) == expected
 
 
 @pytest.mark.parametrize("is_on_cuda", [False, True])
 def test_ranks_compare_what_the_host_knows(is_on_cuda: bool) -> None:
     with posing() if is_on_cuda else nullcontext():
-        factors = GradFactors(2, 0 if is_on_cuda else CPU)
-        assert factors.known == b""
+        factors = made(2, 0 if is_on_cuda else CPU)
+        assert factors.table.known == b""
         factors.scale([1], 0.5)
-        other = GradFactors(2, 0 if is_on_cuda else CPU)
-        other.known = factors.known
-        assert other.vector().tolist() == [1.0, 0.5]
-        assert other.known == (b"" if is_on_cuda else factors.known), "the device has them now"
+        known = factors.table.known
+        assert struct.unpack("2d", known) == (1.0, 0.5)
+        assert factors.vector().tolist() == [1.0, 0.5]
+        assert factors.table.known == (b"" if is_on_cuda else known), "the device has them now"
 
 
 def test_factors_are_reset_in_every_replay() -> None:
     """A capture resets all, then scales; what is found before a replay counts for nothing."""
     with posing() as library:
-        factors: Any = GradFactors(2, 0)
+        factors: Any = made(2, 0)
         graph = Graph(library)
         with graph:
             factors.reset_all()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bucketwheel.grads.launch import Reductions
 
 from bucketwheel.grads.graph_capture import CapturedSide
-from bucketwheel.grads.launch import Reductions
 from bucketwheel.native import core
 from tests.support.simulated_cuda import Graph, posing
 

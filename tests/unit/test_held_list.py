@@ -40,7 +40,7 @@ def start_request(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
 
 def start_reduction_to_a_sink(outs: Tensors, ins: Tensors, comm: Communicator) -> Handle:
     """Nobody but the operation has the sink."""
-    return comm._reduce_scatter_into(ins[0], core.ShardAccumulator(outs[0], [(0, 1000)]))
+    return Handle(comm._native.reduce_scatter_to_sink(ins[0], core.ShardAccumulator(outs[0], [(0, 1000)])), comm)
 
 
 OPERATIONS: list[Callable[[Tensors, Tensors, Communicator], Handle]] = [

@@ -46,7 +46,7 @@ def entered(rank: int, world: int) -> set[str]:
             opt.zero_grad()
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        buckets = len(opt._engine.grads.buckets)  # type: ignore[union-attr]
+        buckets = len(opt._engine._assembly.buckets)  # type: ignore[union-attr]
         opt.close()
     assert buckets > 3
     return found

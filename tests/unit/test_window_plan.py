@@ -1,4 +1,4 @@
-"""The plan of a window against one that is played, gradient by gradient, with the real schedule."""
+"""The plan of a window against one that is played, gradient by gradient."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import random
 from collections.abc import Collection, Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.window_plan import intervals_in_order, plan_window
-from bucketwheel.native import core
 from bucketwheel.pool.placement import aligned
+
+
+def buckets_of(sizes: Sequence[int], params_of: Sequence[Collection[int]]) -> list[GradBucket]:
+    """Of ``sizes`` bytes."""
+    return [
+        GradBucket(number, size, torch.uint8, [Part(param, 0, 0, 0) for param in params], None, 0)
+        for number, (size, params) in enumerate(zip(sizes, params_of, strict=True))
+    ]
 
 
 def most_at_once(sizes: Sequence[int], params_of: Sequence[Collection[int]], limit: int, overlap: bool) -> int:
     """Bytes, where gradients come from the last parameter to the first and each launch keeps its memory as long as it may."""
     count = 1 + max((param for params in params_of for param in params), default=-1)
-    buckets_of = [[b for b, params in enumerate(params_of) if param in params] for param in range(count)]
-    schedule = core.Schedule(buckets_of, len(sizes), False)
     alive: list[int] = []
     launched: list[int] = []
     most = 0
     for param in reversed(range(count)):
-        stores, launches = schedule.gradient(param, False, overlap)
-        for action in sorted([*stores, *launches], key=lambda one: one.bucket):
-            if isinstance(action, core.Launch):
-                launched.append(action.bucket)
-            elif action.bucket not in alive:
+        arrived = range(param, count)
+        for bucket, params in enumerate(params_of):
+            if param in params and bucket not in alive:
                 for done in launched[: max(len(launched) - limit + 1, 0)]:
                     if done in alive:
                         alive.remove(done)
-                alive.append(action.bucket)
+                alive.append(bucket)
                 most = max(most, sum(aligned(sizes[b], 512) for b in alive))
+            if overlap and len(launched) == bucket and all(one in arrived for one in params):
+                launched.append(bucket)
     return most
 
 
@@ -63,7 +70,7 @@ def test_the_load_is_what_a_window_in_order_has_at_once(
     window: tuple[list[int], list[set[int]]], limit: int, overlap: bool
 ) -> None:
     sizes, params_of = window
-    plan = plan_window(sizes, params_of, limit=limit, overlap=overlap)
+    plan = plan_window(buckets_of(sizes, params_of), limit=limit, overlap=overlap)
     assert plan.load_bytes == most_at_once(sizes, params_of, limit, overlap)
     assert plan.load_bytes <= plan.total_bytes
 
@@ -74,5 +81,5 @@ def test_of_one_dtype_as_many_as_the_limit_have_memory(limit: int) -> None:
     assert intervals == [(b, min(b + limit, 6)) for b in range(6)]
     sizes = [512 * (1 + b % 3) for b in range(6)]
     largest = [max(sizes[first::limit], default=0) for first in range(limit)]
-    plan = plan_window(sizes, [[b] for b in reversed(range(6))], limit=limit, overlap=True)
+    plan = plan_window(buckets_of(sizes, [[b] for b in reversed(range(6))]), limit=limit, overlap=True)
     assert plan.total_bytes == plan.load_bytes <= sum(largest), "never above slots of a fixed size each"

@@ -214,44 +214,14 @@ def sums_in(comm: Communicator, wire: torch.dtype, kept: torch.dtype) -> None:
             full = lease.tensor(wire, (comm.size * numel,))
             full.copy_(few_bits(comm.rank + 10 * turn, comm.size * numel))
             sink.start(turn > 0)
-            comm._reduce_scatter_into(full, sink).wait()
+            comm._native.reduce_scatter_to_sink(full, sink).wait()
         for rank in range(comm.size):
             total += few_bits(rank + 10 * turn, comm.size * numel)[comm.rank * numel :][:numel]
         assert_bitwise_equal(shard, total.to(kept), f"turn {turn}, {wire} into {kept}")
         assert sum_of_squares() == float(total.square().sum())
     other = torch.zeros(comm.size * numel, dtype=F32 if kept == F64 else F64, device=shard.device)
     with pytest.raises(ValueError, match="into a sink that does not take it: a float64 shard takes float64"):
-        comm._reduce_scatter_into(other, sink)
-
-
-def gathered_to_a_sink(comm: Communicator) -> None:
-    """What is gathered goes to a gradient shard as it is, in the order of its elements and without the padding."""
-    for numel in (1, 4096, 12_301):
-        shard = filled(comm, numel)
-        if comm.device >= 0:
-            sums = torch.zeros(core.ShardAccumulatorCuda.max_spans(1), dtype=F64, device=shard.device)
-            sink = core.ShardAccumulatorCuda(shard, [(0, numel)], sums)
-        else:
-            sink = core.ShardAccumulator(shard, [(0, numel)])
-        part = -(-numel // comm.size)
-        for dtype in (F32, BF16):
-            for in_pool in (True, False):
-                lease = comm.pool.acquire("", part * comm.size * dtype.itemsize)
-                full = (
-                    lease.tensor(dtype, (part * comm.size,)) if in_pool else filled(comm, part * comm.size, dtype=dtype)
-                )
-                full.fill_(float("nan"))
-                full[comm.rank * part :][:part] = on_device(comm, exact(comm.rank, part, dtype))
-                sink.start(False)
-                comm._all_gather_to_sink(full, sink, numel).wait()
-                wanted = torch.cat([exact(rank, part, dtype) for rank in range(comm.size)])
-                assert_bitwise_equal(full, wanted, f"gathered {dtype}")
-                assert_bitwise_equal(shard, wanted[:numel].float(), f"taken {dtype}")
-                lease.release()
-    with pytest.raises(ValueError, match="full has"):
-        comm._all_gather_to_sink(filled(comm, comm.size), sink, comm.size + 1)
-    with pytest.raises(ValueError, match="all_gather of int32 into a sink that does not take it"):
-        comm._all_gather_to_sink(filled(comm, comm.size).to(torch.int32), sink, 1)
+        comm._native.reduce_scatter_to_sink(other, sink)
 
 
 CASES = (
@@ -268,5 +238,4 @@ CASES = (
     flags,
     flat_buffer,
     sinks,
-    gathered_to_a_sink,
 )

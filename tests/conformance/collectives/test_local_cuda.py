@@ -118,7 +118,7 @@ def test_a_cpu_sink_is_refused() -> None:
         accumulator = core.ShardAccumulator(torch.zeros(4), [(0, 4)])
         core.set_posing(True)
         comm.exchange(b"")
-        handle = comm._reduce_scatter_into(torch.zeros(4), accumulator)
+        handle = comm._native.reduce_scatter_to_sink(torch.zeros(4), accumulator)
         with pytest.raises(CommError, match="the sink takes sums in host memory"):
             handle.synchronize(10.0)
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from bucketwheel.grads.launch import Reductions
+from bucketwheel.pool.slots import Slot
 from torch import Tensor
 from torch.nn import Parameter
 
 from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.grads.launch import Reductions
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.optim.sharded_engine import ShardedEngine
-from bucketwheel.pool.slots import Slot
 from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_bucket_slots import pair
 from tests.support.optim_twins import SHAPES, make_params, run_local

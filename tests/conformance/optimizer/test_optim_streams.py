@@ -15,6 +15,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from bucketwheel.grads.launch import Launcher, Reductions
+from bucketwheel.pool.slots import Slot
 from torch import Tensor
 
 import bucketwheel as bw
@@ -22,8 +24,6 @@ from bucketwheel.comm import replicas
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.handle import Handle
 from bucketwheel.grads.bucket import GradBucket
-from bucketwheel.grads.launch import Launcher, Reductions
-from bucketwheel.pool.slots import Slot
 from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, make_params, run_local
 from tests.support.replica_ranks import with_replicas
