@@ -1,54 +1,19 @@
-"""Buckets: what drops a late gradient in a CUDA stream, and large gradients. Other streams:
-conformance/optimizer/test_optim_streams.py.
-"""
+"""Large gradients, for whose copy on the CPU the GIL is given up. Streams: conformance/optimizer/test_optim_streams.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import contextlib
 
 import pytest
 import torch
+from torch.nn import Parameter
 
-from bucketwheel import device
-from bucketwheel.grads import bucket as buckets
-from bucketwheel.grads.bucket import GradBucket, Part
-from bucketwheel.native import core
-from bucketwheel.pool.pool import Pool
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from tests.support.optim_twins import run_local
+from tests.support.simulated_cuda import posing
 
-LARGE = (1 << 18) + 3
-
-
-def on_the_host() -> buckets.Acquire:
-    pool = Pool("host")
-    return lambda bucket, late: bucket.lease_of(pool, late)
-
-
-def test_what_drops_a_gradient_comes_after_its_store_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By streams that only write down whom they wait for."""
-    waits: list[tuple[str, str]] = []
-    streams: dict[str, Any] = {
-        name: SimpleNamespace(
-            name=name, cuda_stream=name, wait_stream=lambda other, name=name: waits.append((name, other.name))
-        )
-        for name in "abc"
-    }
-    current = ["a"]
-    for module in (buckets, device):
-        monkeypatch.setattr(module, "stream_of", lambda device: streams[current[0]])
-    accumulator = core.ShardAccumulator(torch.zeros(8), [(0, 8)])
-    bucket, memory = GradBucket(0, 8, torch.float32, [Part(0, 0, 0, 4), Part(1, 4, 0, 4)], accumulator), on_the_host()
-    bucket.is_on_cpu = False  # as far as streams go
-    for param, current[0] in enumerate("ab"):
-        bucket.store(memory, param, torch.ones(4), late=True, add=True)
-    waits.clear()
-    current[0] = "c"
-    bucket.drop(1)
-    assert {("c", "a"), ("c", "b")} == set(waits)
-    assert "c" in [stream.name for stream in bucket.take_streams()]
-    lease, flat = bucket.take(memory, [], late=True)
-    assert flat.tolist() == [1.0] * 4 + [0.0] * 4
-    lease.release()
+LARGE = (1 << 22) + 3  # 16 MiB of float32, and more
 
 
 def large_gradients() -> dict[str, torch.Tensor]:
@@ -64,13 +29,20 @@ def large_gradients() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize("kind", large_gradients())
-def test_large_gradients_are_stored_as_they_read(kind: str) -> None:
-    numel, begin = LARGE, 5
-    accumulator = core.ShardAccumulator(torch.empty(numel + 9), [(0, numel + 9)])
-    bucket = GradBucket(0, numel + 9, torch.float32, [Part(0, begin, 0, numel)], accumulator)
+def test_large_gradients_are_stored_as_they_read(kind: str, device: str | None) -> None:
     grad = large_gradients()[kind]
     assert grad.is_neg() == ("negated" in kind) and grad._is_zerotensor() == ("nowhere" in kind)
-    memory = bucket.store(on_the_host(), 0, grad, late=False, add=False)
-    assert torch.equal(memory[begin : begin + numel], grad.float() + 0.0)
-    bucket.drop_memory()
+
+    def body(comm: Communicator) -> None:
+        params = [Parameter(torch.zeros(numel)) for numel in (5, LARGE, 4)]
+        params[1].grad_dtype = None
+        opt = ShardedAdamW(params, process_group=comm, bucket_cap_mb=64)
+        params[1].grad = grad
+        found = opt.full_grad(params[1])
+        assert found is not None and torch.equal(found, grad.float() + 0.0)
+        opt.close()
+
+    with posing() if device else contextlib.nullcontext():
+        run_local(1, body, device=device)
