@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
+from tests.support.simulated_nccl import simulated
 
 pytestmark = pytest.mark.dist
 
 PACKAGE = Path(bw.__file__).resolve().parent
+ON_CUDA = {"python/bucketwheel/device", "python/bucketwheel/grads/graph_capture"}
 TRIP = Path(__file__).resolve().parents[1] / "trip.txt"
 
 
@@ -23,7 +26,7 @@ def stems() -> list[str]:
     return [line for line in TRIP.read_text().split("\n") if line and not line.startswith("#")]
 
 
-def entered(rank: int, world: int) -> set[str]:
+def entered(rank: int, world: int, backend: str) -> set[str]:
     """The stems of this package whose functions a steady step enters, in any thread."""
     found: set[str] = set()
 
@@ -34,7 +37,11 @@ def entered(rank: int, world: int) -> set[str]:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    with Communicator(backend="shm", name="trip", timeout_s=60) as comm:
+    is_on_cuda = backend == "nccl"
+    with (
+        simulated() if is_on_cuda else contextlib.nullcontext(),
+        Communicator(backend=backend, device="cuda" if is_on_cuda else None, name="trip", timeout_s=60) as comm,
+    ):
         opt = bw.ShardedAdamW(model.parameters(), process_group=comm, bucket_cap_mb=0.02)
         threading.setprofile(note)  # of threads that begin from now on
         for step in range(6):
@@ -52,11 +59,13 @@ def entered(rank: int, world: int) -> set[str]:
     return found
 
 
-def test_a_steady_step_enters_the_listed_files(rank_pool: Any) -> None:
+@pytest.mark.parametrize("backend", ["shm", "nccl"])
+def test_a_steady_step_enters_the_listed_files(backend: str, rank_pool: Any) -> None:
+    """On simulated CUDA over the fake NCCL too, with those of the device and of captures."""
     listed = {stem for stem in stems() if stem.startswith("python/")}
-    for found in rank_pool(2).run(entered):
-        assert found == listed
-    assert len(listed) <= 14
+    for found in rank_pool(2).run(entered, backend):
+        assert found == listed | (ON_CUDA if backend == "nccl" else set())
+    assert len(listed) <= 12
 
 
 def test_the_listed_files_exist() -> None:
