@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.handle import Handle
 from tests.conformance.optimizer.test_optim_cuda import in_world
 from tests.support import simulated_nccl
 from tests.support.bits import assert_bitwise_equal
@@ -50,18 +49,17 @@ def mixed_params() -> list[Parameter]:
 
 
 class Inputs:
-    """Where the inputs of the reduce-scatters lie, from the begin of the slots on."""
+    """Where the inputs of the reduce-scatters lie, from the begin of the planned memory on; -1: elsewhere."""
 
-    def __init__(self, comm: Communicator, opt: bw.ShardedAdamW) -> None:
+    def __init__(self, opt: bw.ShardedAdamW) -> None:
         self.offsets: list[int] = []
-        self._comm, self._reduce = comm, comm._reduce_scatter_into
-        self._begin = opt._engine.grads.launcher.slots.memory.data_ptr()
-        comm._reduce_scatter_into = self._watched  # type: ignore[method-assign]
+        self.lates = 0
+        self.sync = opt._engine.grads
+        self.sync._native.observe(self._note)
 
-    def _watched(self, full: torch.Tensor, sink: Any) -> Handle:
-        assert not self._comm.is_registered or self._comm.pool.holds(full)
-        self.offsets.append(full.data_ptr() - self._begin)
-        return self._reduce(full, sink)
+    def _note(self, bucket: int, late: bool, offset: int) -> None:
+        self.offsets.append(offset)
+        self.lates += late
 
 
 def run_backward(params: Sequence[Parameter], order: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
@@ -128,13 +126,12 @@ def trained(
 
 def on_slots(rank: int, world: int, seed: int, overlap: bool) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
     """What training leaves, where each bucket was reduced, and what there was of the unusual."""
-    watched: list[Any] = []
+    watched: list[Inputs] = []
     with pair(True, checks=is_checked(seed, overlap), delays=seed) as (comm, _):
-        out = trained(rank, comm, seed, overlap, lambda opt: watched.extend((Inputs(comm, opt), opt._engine.grads)))
-    inputs, sync = watched
-    lates = len(inputs.offsets) - sync._schedule.window * len(sync.buckets)
-    assert set(inputs.offsets) == set(sync.launcher.slots.offsets)
-    return out, inputs.offsets, {"on the side": sync.launcher.pool.stats().acquires, "late": lates}
+        out = trained(rank, comm, seed, overlap, lambda opt: watched.append(Inputs(opt)))
+    (inputs,) = watched
+    assert set(inputs.offsets) == set(inputs.sync.plan.placement.offsets.values())
+    return out, inputs.offsets, {"on the side": inputs.sync.side_pool.stats().acquires, "late": inputs.lates}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
