@@ -80,6 +80,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
   }
   ~PyWindow() {
+    window_->observer = nullptr;  // a Python function
     const WithoutGil unlocked;
     window_.reset();
   }
