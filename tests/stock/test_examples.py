@@ -52,19 +52,20 @@ def test_fsdp2_learns_in_a_planned_pool():
 
 WITH_EVENTS = """
 import os, runpy, sys, torch
-from bucketwheel.comm.communicator import Communicator
-events, issue, backward = [], Communicator._reduce_scatter_into, torch.Tensor.backward
+from bucketwheel.native import core
+events, backward = [], torch.Tensor.backward
 
-def launched(*args, **options):
-    events.append("launch ")
-    return issue(*args, **options)
+class Window(core.Window):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.observe(lambda *_: events.append("launch "))
 
 def ran(*args, **options):
     events.append("begin ")
     backward(*args, **options)
     events.append("end ")
 
-Communicator._reduce_scatter_into, torch.Tensor.backward = launched, ran
+core.Window, torch.Tensor.backward = Window, ran
 runpy.run_path(sys.argv[1], run_name="__main__")
 print(f"events of {os.environ['RANK']}: {''.join(events)}", flush=True)
 """

@@ -56,8 +56,7 @@ def run_schedule(rank: int, schedule: str, ours: bool) -> list[Tensor]:
     launches: list[int] = []
     if ours:
         opt = ShardedAdamW(model.parameters(), lr=0.05, process_group=data, timeout_s=20, **TINY)
-        issue = opt._engine.comm._reduce_scatter_into
-        opt._engine.comm._reduce_scatter_into = lambda *a, **k: launches.append(1) or issue(*a, **k)
+        opt._engine.grads._native.observe(lambda *_: launches.append(1))
     pipe = pipelining.PipelineStage(model, stage, 2, torch.device("cpu"), group=across)
     made = getattr(pipelining, f"Schedule{schedule}")(pipe, MICRO, loss_fn=lambda out, target: loss_of(out + target))
     for step in range(3):
@@ -91,21 +90,15 @@ def test_torchs_own_schedules(rank_pool: Callable[[int], RankPool], schedule: st
 # --- grad_sync(parameters) --------------------------------------------------------------------------------------------
 
 
-def launched_by(run: Run, comm: Communicator) -> Callable[[Callable[[], Any]], int]:
+def launched_by(run: Run) -> Callable[[Callable[[], Any]], int]:
     """How many buckets a call launches."""
-    count = [0]
-    issue = comm._reduce_scatter_into
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return issue(*args, **kwargs)
-
-    comm._reduce_scatter_into = counting  # type: ignore[method-assign]
+    buckets: list[int] = []
+    run.opt._engine.grads._native.observe(lambda bucket, *_: buckets.append(bucket))
 
     def launched(call: Callable[[], Any]) -> int:
-        before = count[0]
+        before = len(buckets)
         call()
-        return count[0] - before
+        return len(buckets) - before
 
     return launched
 
@@ -147,7 +140,7 @@ def test_it_starts_what_is_complete_and_nothing_where_there_is_no_gradient() -> 
         params = make_params()
         opt = ShardedAdamW(params, process_group=comm, **TINY)
         run = Run(opt, params, comm.rank, comm.size)
-        launched = launched_by(run, comm)
+        launched = launched_by(run)
         assert launched(lambda: opt.grad_sync(params)) == 0, "no gradient: perhaps on no rank"
         with opt.no_sync():
             assert launched(lambda: run.backward(0)) == 0

@@ -18,6 +18,7 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.comm.replicas import Replicas
 from bucketwheel.errors import CommError, PeerError
+from bucketwheel.kernels.ops import all_gather
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.testing import run_threads
 from tests.conformance.optimizer.test_optim_cuda import model_of
@@ -57,23 +58,28 @@ def test_sums_are_not_rounded_on_their_way(dtype: torch.dtype) -> None:
 def test_buckets_leave_during_backward() -> None:
     """All three operations of a bucket are issued from the hooks, in bucket order, on every rank."""
 
-    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[list[str], int]:
+    def issued(comm: Communicator) -> int:
+        """How many operations before this one, which counts too."""
+        return all_gather(torch.empty(comm.size), torch.empty(1), comm).synchronize()._native.seq
+
+    def body(rank: int, shard: Communicator, replicate: Communicator) -> tuple[list[int], list[int], int]:
         params = make_params(seed=rank)
         opt = ShardedAdamW(params, process_group=shard, replicate_group=replicate, **TINY)
         run = Run(opt, params, rank, 4)
         run.backward(0)
         run.step()
-        log: list[str] = []
-        for comm, method in ((shard, "_reduce_scatter_into"), (replicate, "_all_gather_to_sink")):
-            issue = getattr(comm, method)
-            setattr(comm, method, lambda *a, issue=issue, method=method, **k: log.append(method) or issue(*a, **k))
+        launched: list[int] = []
+        opt._engine.grads._native.observe(lambda bucket, *_: launched.append(bucket))
+        before = [issued(comm) for comm in (shard, replicate)]
         run.backward(1)
-        during = list(log)
+        during = list(launched)
+        operations = [issued(comm) - then - 1 for comm, then in zip((shard, replicate), before, strict=True)]
         opt.grad_sync()
-        return during, len(log) - len(during)
+        return during, operations, len(launched) - len(during)
 
-    for during, after in with_replicas(2, 2, body):
-        assert len(during) >= 20 and during == ["_reduce_scatter_into", "_all_gather_to_sink"] * (len(during) // 2)
+    for during, operations, after in with_replicas(2, 2, body):
+        assert len(during) >= 10 and during == list(range(len(during)))
+        assert operations == [len(during), 2 * len(during)]
         assert after <= 2, "only buckets of padding and parameters without elements are left"
 
 

@@ -1,5 +1,4 @@
-"""What ranks take is what docs/memory.md says: flat memory, shards and states to the byte, buckets within their bound.
-"""
+"""What ranks take is what docs/memory.md says: flat memory, shards and states to the byte, buckets within their bound."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from tests.support.failure_cases import apart
 from tests.support.optim_twins import run_local
 from tests.support.simulated_cuda import posing
-from tests.support.failure_cases import apart
 
 pytestmark = pytest.mark.dist
 

@@ -20,7 +20,8 @@ from tests.support.optim_twins import TINY, Run, make_params, run_local
 class Record:
     """What a rank issues, in order."""
 
-    collectives: list[tuple[Any, ...]] = field(default_factory=list)  # operation, bucket, numel, dtype
+    # ("reduce", bucket, whether its late round) or ("gather", elements, of a shard, dtype)
+    collectives: list[tuple[Any, ...]] = field(default_factory=list)
     agreements: list[str] = field(default_factory=list)  # what the ranks met for
 
 
@@ -29,12 +30,10 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
     """Writes down what the optimizer does inside."""
     record = Record()
     engine: Any = opt._engine
-    bucket_of = {id(bucket.grads.accumulator): bucket.grads.index for bucket in engine._assembly.buckets}
-    reduce, gather, exchange = comm._reduce_scatter_into, comm._all_gather_into, comm.exchange
+    gather, exchange = comm._all_gather_into, comm.exchange
 
-    def reduce_scatter_into(full: Tensor, sink: Any, **options: Any) -> Any:
-        record.collectives.append(("reduce", bucket_of[id(sink)], full.numel(), full.dtype))
-        return reduce(full, sink, **options)
+    def reduced(bucket: int, late: bool, _: int) -> None:
+        record.collectives.append(("reduce", bucket, late))
 
     def all_gather_into(full: Tensor, shard: Tensor, **options: Any) -> Any:
         record.collectives.append(("gather", full.numel(), shard.numel(), full.dtype))
@@ -45,11 +44,12 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
         record.agreements.append(why.decode() if is_reason and why.isascii() else "numbers")
         return exchange(payload)
 
-    comm._reduce_scatter_into = reduce_scatter_into  # type: ignore[method-assign]
+    engine.grads._native.observe(reduced)
     comm._all_gather_into = all_gather_into  # type: ignore[method-assign]
     comm.exchange = exchanged  # type: ignore[method-assign]
     yield record
-    del comm._reduce_scatter_into, comm._all_gather_into, comm.exchange  # those of the class again
+    engine.grads._native.observe(lambda *_: None)
+    del comm._all_gather_into, comm.exchange  # those of the class again
 
 
 def train(comm: Communicator, script: Callable[[Run], None], options: dict[str, Any]) -> Record:
@@ -75,7 +75,7 @@ def test_what_each_window_costs(world: int) -> None:
 def count_windows(run: Run, record: Record) -> None:
     made: Any = run.opt._engine._assembly.buckets
     buckets = list(range(len(made)))
-    with_3 = [bucket.grads.index for bucket in made if 3 in bucket.grads.parts]
+    with_3 = [bucket.grads.index for bucket in made if 3 in bucket.grads.params]
 
     def count(act: Callable[[], Any]) -> list[int]:
         """The buckets that are reduced meanwhile."""
