@@ -139,15 +139,17 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     const Inside inside(*this);
     std::string found = look();
     for (size_t i = 0; i < found.size(); ++i) {
-      if (params_[i].is_taken && found[i] == '\1') {  // a backward failed between our two hooks
+      const bool is_repeat = params_[i].is_taken;
+      if (is_repeat && found[i] == '\1') {  // a backward failed between our two hooks, or is there in another thread
         set_grad(params_[i], params_[i].placeholder);
+        params_[i].is_taken = true;
       }
       const py::object deferred = take_deferred(static_cast<int>(i));
       if (found[i] == '\1' && deferred) {
         take(static_cast<int>(i), deferred, nullptr, true, overlap_);
       } else if (found[i] == '\2') {
         const py::object grad = grad_of(params_[i]);
-        take(static_cast<int>(i), grad, nullptr, false, overlap_);
+        take(static_cast<int>(i), grad, nullptr, is_repeat, overlap_);
         set_grad(params_[i], params_[i].placeholder);
       }
       found[i] = found[i] == '\0' ? '\0' : '\1';
@@ -409,19 +411,22 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (is_idle()) {
       return;
     }
+    const Inside inside(*this);  // a thread that closes the window may take the gradient
     Param& param = at(index);
+    const bool is_repeat = std::exchange(param.is_taken, false);
     const py::object grad = grad_of(param);
     if (grad.is_none() || grad.is(param.placeholder)) {
       return;
     }
     if (!is_last(tensor, self)) {
-      owner().attr("run_last")(index, py::handle(tensor));
-      return;
+      param.is_taken = is_repeat;
+      return static_cast<void>(owner().attr("run_last")(index, py::handle(tensor)));
     }
-    const Inside inside(*this);
-    const bool is_repeat = std::exchange(param.is_taken, false);
     if (!is_repeat && deferred_count_ != 0) {
       take_deferred(index);  // replaced
+    }
+    if (is_repeat) {  // p.grad stands for what there was, also where taking more of it fails
+      set_grad(param, param.placeholder);
     }
     take(index, grad, &grad, is_repeat, overlap_);
     set_grad(param, param.placeholder);
