@@ -429,7 +429,9 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       set_grad(param, param.placeholder);
     }
     take(index, grad, &grad, is_repeat, overlap_);
-    set_grad(param, param.placeholder);
+    if (!is_repeat) {
+      set_grad(param, param.placeholder);
+    }
   }
 
   // Takes a gradient into its buckets. `held`: from a hook, so that it may be held until its bucket is full.

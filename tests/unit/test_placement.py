@@ -1,7 +1,4 @@
-"""place: no overlap, close to the bound, the same for everybody; and waits that are enough and all needed.
-
-The searches are compared with one that tries all orders, the waits with a graph of who is behind whom.
-"""
+"""place: no overlap, close to the bound, the same for everybody. The searches are compared with one that tries all orders."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.traces import shapes
-from bucketwheel.pool.placement import Interval, Lifetime, Users, Wait, aligned, place
+from bucketwheel.pool.placement import Interval, aligned, place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,9 +116,8 @@ from bucketwheel.pool.placement import place
 case = shapes.case_of("irregular", 2, 4)
 keys = list(case.sizes)
 random.Random({seed}).shuffle(keys)
-streams = {{key: [(key[0], ("main",))] * len(case.intervals[key]) for key in set(keys)}}
-found = place({{k: case.sizes[k] for k in keys}}, {{k: case.intervals[k] for k in reversed(keys)}}, streams=streams)
-print(sorted(found.offsets.items()), found.total_bytes, found.waits)
+found = place({{k: case.sizes[k] for k in keys}}, {{k: case.intervals[k] for k in reversed(keys)}})
+print(sorted(found.offsets.items()), found.total_bytes)
 """
 
 
@@ -134,7 +129,6 @@ def test_a_placement_does_not_depend_on_hashes_or_the_order_of_dicts() -> None:
         found = subprocess.run(run, cwd=ROOT, env=env, check=True, capture_output=True, text=True, timeout=60)
         printed.add(found.stdout)
     assert len(printed) == 1
-    assert "Wait(" in printed.pop()
 
 
 @given(problems(), st.randoms(use_true_random=False))
@@ -157,7 +151,6 @@ def test_nothing_and_next_to_nothing() -> None:
     )
     assert found.total_bytes == found.load_bytes == 1024
     assert {found.offsets["one"], found.offsets["also"]} == {0, 512}
-    assert len(found.waits) == 0
 
 
 @pytest.mark.parametrize("live", [20, 4000], ids=["few", "many"])
@@ -166,7 +159,7 @@ def test_a_hundred_thousand_keys(live: int) -> None:
     sizes = {key: int(10 ** chosen.uniform(3, 7)) for key in range(100_000)}
     intervals = {key: [(key, key + chosen.randint(1, live))] for key in sizes}
     begin = time.monotonic()
-    found = place(sizes, intervals, streams={key: [("main", ())] for key in sizes})
+    found = place(sizes, intervals)
     assert time.monotonic() - begin < 60
     assert found.total_bytes <= 1.2 * found.load_bytes  # many: by best fit alone
 
@@ -205,7 +198,6 @@ def test_totals_of_the_shapes(shape: str) -> None:
         ({"intervals": {"a": [(0, 1)], "b": []}}, ValueError, "key 'b' is in intervals only"),
         ({"intervals": {"a": [(3, 3)]}}, ValueError, r"intervals\['a'\] has the empty \(3, 3\)"),
         ({"intervals": {"a": [(4, 6), (0, 5)]}}, ValueError, r"intervals\['a'\] has two that meet, before step 5"),
-        ({"streams": {"a": [(0, ()), (0, ())]}}, ValueError, r"streams\['a'\] is .*, for 1 intervals"),
         ({"align": 0}, ValueError, "align is 0"),
         ({"align": 1 << 62}, ValueError, "the sizes add up to 4611686018427387904"),
         ({"intervals": {"a": [(0, 1 << 63)]}}, ValueError, "steps fit"),
@@ -215,81 +207,3 @@ def test_totals_of_the_shapes(shape: str) -> None:
 def test_bad_input_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         place(**{"sizes": {"a": 1}, "intervals": {"a": [(0, 1)]}, **change})
-
-
-# --- waits ------------------------------------------------------------------------------------------------------------
-
-Streams = dict[Hashable, list[Users]]
-
-
-def unordered(
-    sizes: Sizes, intervals: Intervals, streams: Streams, offsets: Mapping[Hashable, int], waits: Sequence[Wait]
-) -> set[Any]:
-    """Pairs of lifetimes of which a stream uses bytes of the second that is not behind all uses of the first."""
-    lives = [Lifetime(key, n) for key in intervals for n in range(len(intervals[key])) if sizes[key]]
-    users = {life: {streams[life.key][life.number][0], *streams[life.key][life.number][1]} for life in lives}
-    points = sorted(  # stops first, then in the order of the keys
-        (step, is_start, at, life)
-        for at, life in enumerate(lives)
-        for step, is_start in zip(intervals[life.key][life.number], (True, False), strict=True)
-    )
-    behind: dict[Any, set[Any]] = defaultdict(set)  # of a point (lifetime, is start, stream): those right before it
-    last: dict[Hashable, Any] = {}
-    for _, is_start, _, life in points:
-        for stream in users[life]:
-            point = (life, is_start, stream)
-            behind[point].add(last.get(stream))
-            last[stream] = point
-            if is_start:
-                behind[point].add((life, True, streams[life.key][life.number][0]))
-    for acquired, released in waits:
-        point = (acquired, True, streams[acquired.key][acquired.number][0])
-        behind[point] |= {(released, False, stream) for stream in users[released]}
-    wrong = set()
-    for life in lives:
-        begin, end = offsets[life.key], offsets[life.key] + sizes[life.key]
-        reached: dict[Any, set[Any]] = {}
-        for stream in users[life]:
-            seen, todo = set(), [(life, True, stream)]
-            while todo:
-                point = todo.pop()
-                if point is not None and point not in seen:
-                    seen.add(point)
-                    todo.extend(behind[point])
-            reached[stream] = seen
-        for other in lives:
-            is_before = intervals[other.key][other.number][1] <= intervals[life.key][life.number][0]
-            if is_before and offsets[other.key] < end and begin < offsets[other.key] + sizes[other.key]:
-                ends = {(other, False, stream) for stream in users[other]}
-                if not all(ends <= seen for seen in reached.values()):
-                    wrong.add((life, other))
-    return wrong
-
-
-@st.composite
-def used_problems(draw: st.DrawFn) -> tuple[Sizes, Intervals, Streams]:
-    sizes, intervals = draw(problems(most=14, steps=24, largest=6))
-    number = st.integers(0, draw(st.integers(0, 4)))
-    user = st.tuples(number, st.lists(number, max_size=2, unique=True).map(tuple))
-    return sizes, intervals, {key: [draw(user) for _ in live] for key, live in intervals.items()}
-
-
-@settings(max_examples=200)
-@given(used_problems())
-def test_waits_order_every_reuse_and_none_can_go(problem: Any) -> None:
-    sizes, intervals, streams = problem
-    found = place(sizes, intervals, streams=streams, align=1)
-    in_order = {key: intervals[key] for key in found.offsets}
-    request = (sizes, in_order, streams, found.offsets)
-    assert not unordered(*request, found.waits)
-    for wait in found.waits:
-        assert unordered(*request, [other for other in found.waits if other != wait]), f"{wait} is not needed"
-
-
-@given(problems(most=14, steps=24, largest=6))
-@example(RING)
-def test_without_streams_each_lifetime_has_its_own(problem: Any) -> None:
-    sizes, intervals = problem
-    found = place(sizes, intervals, align=1)
-    streams: Streams = {key: [((key, n), ()) for n in range(len(live))] for key, live in intervals.items()}
-    assert found.waits == place(sizes, intervals, align=1, streams=streams).waits

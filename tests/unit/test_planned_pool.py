@@ -260,7 +260,6 @@ def test_a_trace_has_streams_uses_and_what_was_live_before() -> None:
         ("release", "early", 10, -1),
         ("release", "x", 20, 2),  # an event, of whatever stream
     ]
-    assert trace.lifetimes().streams == {"x": [(0, (1, 2))]}
 
 
 def test_ranks_agree_before_they_adopt() -> None:

@@ -54,16 +54,16 @@ def test_a_step() -> None:
         "scratch": [(6, 7)],
     }
     assert found.sizes == {"weight/0": 4096, "weight/1": 2048, "grad/1/2": 1024, "scratch": 1024}
-    assert list(found.sizes) == list(found.intervals) == list(found.keys) == list(found.streams)
+    assert list(found.sizes) == list(found.intervals) == list(found.keys)
     assert found.keys["weight/1"] == PlanKey("weight", 1, 0, "")
     assert found.keys["grad/1/2"] == PlanKey("grad", 1, 2, "")
     assert found.keys["scratch"] == PlanKey("scratch", 3, 0, "")
     assert (found.steps, found.unnamed_bytes) == (7, 0)
-    assert place(found.sizes, found.intervals, keys=found.keys, streams=found.streams).load_bytes == 4096 + 2 * 1024
+    assert place(found.sizes, found.intervals, keys=found.keys).load_bytes == 4096 + 2 * 1024
 
 
 def test_an_empty_trace() -> None:
-    assert Trace("none").lifetimes() == Lifetimes({}, {}, {}, {}, 0)
+    assert Trace("none").lifetimes() == Lifetimes({}, {}, {}, 0)
 
 
 def test_live_at_begin_and_end() -> None:
@@ -74,12 +74,6 @@ def test_live_at_begin_and_end() -> None:
     live_from_0 = {**found.intervals, "older": [(0, 3)], "new": [(0, 6)]}
     loads = [place(found.sizes, which).load_bytes for which in (found.intervals, live_from_0)]
     assert loads == [3 * 1024] * 2
-
-
-def test_streams() -> None:
-    calls = Calls().acquire("a", stream=0).use("a", 1).use("a", 2).use("a", 1).use("a", 0).release("a", 3)
-    found = calls.acquire("a", stream=1).release("a", 1).acquire("b").trace.lifetimes()
-    assert found.streams == {"a": [(0, (1, 2, 3)), (1, ())], "b": [(-1, ())]}
 
 
 def test_unnamed_leases() -> None:

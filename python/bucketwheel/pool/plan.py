@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from bucketwheel.errors import BudgetTooSmall, CrossRankMismatch
-from bucketwheel.pool.placement import Interval, Placement, PlanKey, Users, Wait, aligned, place
+from bucketwheel.pool.placement import Interval, Placement, PlanKey, aligned, place
 from bucketwheel.pool.policies import MANY_LIFETIMES, POLICIES
 
 _LISTED = 12
@@ -47,7 +47,6 @@ class Plan:
         intervals: Mapping[str, Sequence[Interval]],
         *,
         keys: Mapping[str, PlanKey] | None = None,
-        streams: Mapping[str, Sequence[Users]] | None = None,
         order: Iterable[str] = (),
         outlives: Iterable[str] = (),
         align: int = 512,
@@ -59,7 +58,7 @@ class Plan:
         `BudgetTooSmall` when more than ``max_bytes`` are needed; it names the keys that are live at the peak.
         """
         sizes = {key: max(size, 1) for key, size in sizes.items()}
-        found = place(sizes, intervals, streams=streams, align=align, effort=effort)
+        found = place(sizes, intervals, align=align, effort=effort)
         plan = cls(name, sizes, dict(intervals), tuple(order), found, align, frozenset(outlives), keys)
         if max_bytes is not None and found.total_bytes > max_bytes:
             needs = f"needs {found.total_bytes:,} bytes and may have {max_bytes:,}"
@@ -91,10 +90,6 @@ class Plan:
     def gap(self) -> float:
         """By how much the total exceeds the load, as a fraction of the load."""
         return self.total_bytes / self.load_bytes - 1 if self.load_bytes else 0.0
-
-    @property
-    def waits(self) -> tuple[Wait, ...]:
-        return self.placement.waits
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +132,6 @@ class Plan:
             f"the load is {self.load_bytes:,}, the gap {100 * self.gap:.1f} %"
             + (", proven optimal" if self.placement.proven_optimal else ""),
             self._peak_text(),
-            f"{len(self.waits)} waits for other streams",
         ]
         separate = sum(aligned(size, self.align) for size in self.sizes.values())
         totals = {"memory for each key": separate}

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from bucketwheel.native import core
-from bucketwheel.pool.placement import Asked, Interval, Key, Placement, PlanKey, Users, in_canonical_order, placement_at
+from bucketwheel.pool.placement import Asked, Interval, Key, Placement, PlanKey, in_canonical_order, placement_at
 
 MANY_LIFETIMES = 2_000  # with more, policies that go by roles take long: they try all pairs of keys
 
@@ -123,7 +123,6 @@ def _placed(
     intervals: Mapping[Key, Sequence[Interval]],
     *,
     keys: Mapping[Key, PlanKey] | None = None,
-    streams: Mapping[Key, Sequence[Users]] | None = None,
     align: int = 512,
 ) -> Placement | None:
     if keys is None and rule is not _best_fit:
@@ -132,7 +131,7 @@ def _placed(
     if (offsets := rule(request) if sizes else {}) is None:
         return None
     in_order = {key: offsets[key] for key in request.asked}
-    return placement_at(in_order, request.asked, request.best_fit, sizes, intervals, streams)
+    return placement_at(in_order, request.asked, request.best_fit)
 
 
 _RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)

@@ -284,7 +284,6 @@ class Pool:
             found.sizes,
             found.intervals,
             keys=found.keys,
-            streams=found.streams,
             order=[event.key for event in acquired],
             outlives={event.key for event in acquired if event.lease not in released},
             align=trace.align,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from bucketwheel.pool.placement import Interval, PlanKey, Users, aligned
+from bucketwheel.pool.placement import Interval, PlanKey, aligned
 
 HEADER = "bucketwheel_trace"
 VERSION = 1
@@ -49,7 +49,6 @@ class Lifetimes:
     sizes: dict[str, int]
     intervals: dict[str, list[Interval]]
     keys: dict[str, PlanKey] | None
-    streams: dict[str, list[Users]] | None
     steps: int
     unnamed_bytes: int = 0
 
@@ -98,29 +97,25 @@ class Trace:
         - The size of a key is its largest.
         - The role of ``"grads/3/1"`` is what stands before the first ``/``; unit and position are the numbers behind
           it, else the key's place in the order of first acquires, and 0. A trace knows no dtypes.
-        - The streams of an interval are those of its acquire, and of its uses and release.
 
         ``slack``: see `Lifetimes.with_slack`. Raises ValueError for a trace that no pool can have made: a lease that is
         released but not live, or two of one key at once.
         """
         sizes: dict[str, int] = {}
         intervals: dict[str, list[Interval]] = {}
-        streams: dict[str, list[Users]] = {}
         changes: list[tuple[int, int]] = []  # of the bytes of unnamed leases
         acquired = {event.key for event in self.events if event.kind == "acquire"}
         for lease in _leases(self.events, "event {}".format):
-            key, nbytes, producer = lease.acquire.key, lease.acquire.nbytes, lease.acquire.stream
+            key, nbytes = lease.acquire.key, lease.acquire.nbytes
             if not key:
                 size = aligned(nbytes, self.align)
                 changes += [(lease.start, size), (lease.stop, -size)]
             elif key in acquired:
                 sizes[key] = max(sizes.get(key, 0), nbytes)
                 intervals.setdefault(key, []).append((lease.start, lease.stop))
-                users = tuple(dict.fromkeys(stream for stream in lease.streams if stream != producer))
-                streams.setdefault(key, []).append((producer, users))
         keys = {key: plan_key(key, order) for order, key in enumerate(sizes)}
         unnamed_bytes = max(itertools.accumulate((size for _, size in sorted(changes)), initial=0))
-        found = Lifetimes(sizes, intervals, keys, streams, len(self.events), unnamed_bytes)
+        found = Lifetimes(sizes, intervals, keys, len(self.events), unnamed_bytes)
         return found.with_slack(slack) if slack else found
 
     def save(self, path: str | Path) -> None:
@@ -150,7 +145,6 @@ class _Lease:
     acquire: TraceEvent
     start: int
     stop: int
-    streams: list[int] = field(default_factory=list)  # of its uses and of its release
 
 
 def _leases(events: Sequence[TraceEvent], place: Callable[[int], str]) -> list[_Lease]:
@@ -170,7 +164,6 @@ def _leases(events: Sequence[TraceEvent], place: Callable[[int], str]) -> list[_
         if lease is None or lease.stop < len(events):
             why = "already released" if lease else "never acquired"
             raise ValueError(f"{place(at)}: {event.kind} of lease {event.lease}, which was {why}")
-        lease.streams.append(event.stream)
         if event.kind == "release":
             lease.stop = at
             holders.pop(lease.acquire.key, None)

@@ -106,17 +106,15 @@ def replay(name: str, found: Lifetimes, align: int, effort: int = 20_000) -> Rep
 
     clock = time.perf_counter
     lifetimes = sum(map(len, found.intervals.values()))
-    # In one stream nothing is a wait. Without streams every reuse would be one.
-    streams = found.streams or {key: [(0, ())] * len(intervals) for key, intervals in found.intervals.items()}
     began = clock()
-    plan = Plan.of(name, found.sizes, found.intervals, keys=found.keys, streams=streams, align=align, effort=effort)
+    plan = Plan.of(name, found.sizes, found.intervals, keys=found.keys, align=align, effort=effort)
     results: dict[str, tuple[Placement | str, float]] = {"place": (plan.placement, 1e3 * (clock() - began))}
     keys, why = found.keys, "cannot hold these sizes" if found.keys else "needs roles"
     if keys and lifetimes > MANY_LIFETIMES:
         keys, why = None, f"not tried for more than {MANY_LIFETIMES:,} lifetimes"
     for policy, rule in POLICIES.items():
         began = clock()
-        placement = rule(plan.sizes, plan.intervals, keys=keys, streams=streams, align=align)
+        placement = rule(plan.sizes, plan.intervals, keys=keys, align=align)
         results[policy] = placement or why, 1e3 * (clock() - began)
     return Replay(found, plan, results)
 
@@ -145,7 +143,6 @@ def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
         "align": plan.align,
         "load_bytes": plan.load_bytes,
         "unnamed_bytes": lifetimes.unnamed_bytes,
-        "waits": None if lifetimes.streams is None else len(plan.waits),
         "peak": {"step": step, "keys": {key: lifetimes.sizes[key] for key in keys}},
         "policies": rows,
     }
@@ -159,8 +156,6 @@ def render(told: Mapping[str, Any], where: Mapping[str, str]) -> str:
         f"{told['trace']}: {told['keys']:,} keys, {told['lifetimes']:,} lifetimes, {told['steps']:,} steps",
         f"at least {told['load_bytes']:,} bytes: the load, of offsets that are multiples of {told['align']}",
     ]
-    if told["waits"] is not None:
-        lines.append(f"{told['waits']:,} waits of one stream for another")
     if told["unnamed_bytes"]:
         lines.append(f"and at most {told['unnamed_bytes']:,} bytes at once of unnamed leases, which no plan places")
     lines += ["", f"{'policy':14} {'bytes':>19} {'over load':>10} {'saved':>19} {'proven':>7} {'ms':>10}"]
