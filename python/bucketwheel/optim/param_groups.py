@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo, expect_apart
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
+
+_MISSPELT = 0.86  # how much of two keys is the same, at least, where one of them is the other, misspelt
 
 
 def expect_hyperparameters(
@@ -59,22 +61,12 @@ def expect_group_keys(group: dict[str, Any], read: Mapping[str, Any], options: C
             raise ValueError(
                 f"a parameter group has {key!r}, which is an option of ShardedAdamW(...) for all groups: give it there"
             )
-        for known in (*read, *options):
-            if _is_misspelt(key, known):
-                raise ValueError(
-                    f"a parameter group has {key!r}, which is not read: did you mean {known!r}? Call a key of your own otherwise"
-                )
-
-
-def _is_misspelt(key: str, known: str) -> bool:
-    """Whether a letter more, less or another, or two that are exchanged, are all the difference. Short keys and those with a
-    digit (``beta1``) are names of their own."""
-    if min(len(key), len(known)) < 5 or any(map(str.isdigit, key)):
-        return False
-    begin = len(os.path.commonprefix([key, known]))
-    end = len(os.path.commonprefix([key[begin:][::-1], known[begin:][::-1]]))
-    one, other = key[begin : len(key) - end], known[begin : len(known) - end]
-    return max(len(one), len(other)) == 1 or (len(one) == 2 and one == other[::-1])
+        # Short keys and those with a digit (``beta1``) are names of their own.
+        is_name = len(key) < 5 or any(map(str.isdigit, key))
+        if not is_name and (known := difflib.get_close_matches(key, (*read, *options), 1, _MISSPELT)):
+            raise ValueError(
+                f"a parameter group has {key!r}, which is not read: did you mean {known[0]!r}? Call a key of your own otherwise"
+            )
 
 
 @dataclass(frozen=True)
