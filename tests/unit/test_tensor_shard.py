@@ -90,16 +90,6 @@ def test_it_takes_only_what_is_of_its_elements() -> None:
         TensorShard(torch.zeros(5), (4, 6), (6, 1), [(0, 6)], (0, 1))
 
 
-def test_one_box_is_a_checkpointable_tensor() -> None:
-    plain: Any = shard_of(WHOLE, (6, 18)).as_checkpointable()
-    assert torch.equal(plain, WHOLE[1:3])
-    assert (plain.global_shape, plain.global_offsets) == (torch.Size((4, 6)), ((1, 0),))
-    assert (plain.local_offsets, plain.local_sizes) == (((0, 0),), ((2, 6),))
-    with pytest.raises(ValueError, match="'w': rank 1 of 3 has 2 boxes"):
-        shard_of(WHOLE, (5, 12)).as_checkpointable()
-    assert shard_of(WHOLE).boxes == ()
-
-
 def test_a_process_that_loads_a_shard_needs_no_native_code() -> None:
     """The one of `async_save` writes files, nothing else."""
     code = (

@@ -78,21 +78,6 @@ class TensorShard(Tensor):
         """The elements of one of `boxes`, of its sizes: a view of ``piece``."""
         return self.piece.as_strided(box.sizes, box.strides, self.piece.storage_offset() + box.begin)
 
-    def as_checkpointable(self) -> Tensor:
-        """This rank's box as a plain tensor with what torch >= 2.14 calls a `CheckpointableTensor`: ``global_shape``,
-        ``global_offsets``, ``local_offsets``, ``local_sizes``. ValueError where this rank does not have one box."""
-        if len(self.boxes) != 1:
-            raise ValueError(
-                f"{self.param_name or 'the tensor'!r}: rank {self.part[0]} of {self.part[1]} has {len(self.boxes)} boxes of "
-                f"{tuple(self.shape)}, and a CheckpointableTensor is one; optimizer.describe() names the buckets that are "
-                "not cut at rows"
-            )
-        (box,) = self.boxes
-        plain: Any = self.view_of(box)
-        plain.global_shape, plain.global_offsets = torch.Size(self.shape), (box.offsets,)
-        plain.local_offsets, plain.local_sizes = ((0,) * len(box.sizes),), (box.sizes,)
-        return plain
-
     # --- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
