@@ -114,20 +114,19 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
     folder.mkdir(parents=True, exist_ok=True)
     holder, limit_s, start = folder / "builder.txt", env.build_timeout_s(), time.monotonic()
     with open(f"{folder}.lock", "a") as lock:
-        has_waited = False
-        with Progress(module, folder / "build.log", folder) as progress:
-            while not _is_locked_by(lock):
-                waited_s, builder = time.monotonic() - start, "an unnamed process"
-                with suppress(OSError):
-                    builder = holder.read_text()
-                if waited_s >= limit_s:
-                    gone = ", which has ended: what it has started holds the lock" if _has_ended(builder) else ""
-                    what = f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}"
-                    remedy = f"look at that process and its ninja; remove {folder}.lock when none runs"
-                    raise explain(what, module=module, remedies=[remedy, "set another BW_CACHE_DIR"])
-                progress.show(builder)
-                time.sleep(_LOOK_S)
-                has_waited = True
+        has_waited, progress = False, Progress(module, folder / "build.log", folder)
+        while not _is_locked_by(lock):
+            waited_s, builder = time.monotonic() - start, "an unnamed process"
+            with suppress(OSError):
+                builder = holder.read_text()
+            if waited_s >= limit_s:
+                gone = ", which has ended: what it has started holds the lock" if _has_ended(builder) else ""
+                what = f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}"
+                remedy = f"look at that process and its ninja; remove {folder}.lock when none runs"
+                raise explain(what, module=module, remedies=[remedy, "set another BW_CACHE_DIR"])
+            progress.show(builder)
+            time.sleep(_LOOK_S)
+            has_waited = True
         try:
             if not any(folder.iterdir()):
                 _seed(folder)

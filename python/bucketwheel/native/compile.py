@@ -66,8 +66,8 @@ def compile_module(recipe: Recipe, toolchain: Toolchain, folder: Path, log: Path
     # ninja starts commands in the order of the targets that it is given; the list of sources has slow ones first.
     argv = [find_ninja(), "-f", "../build.ninja", f"-j{len(os.sched_getaffinity(0))}", *commands]
     log.write_text("\n".join([*commands.values(), "", ""]))
-    with Progress(recipe.module, log, folder) as progress:
-        is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock], progress)
+    progress = Progress(recipe.module, log, folder)
+    is_done, output = _run(argv, folder / "csrc", log, [] if lock is None else [lock], progress)
     if is_done:
         return folder / recipe.module.file
     reported = re.findall(r"^FAILED: .*?(\S+)\s*$", output, re.MULTILINE)

@@ -1,33 +1,28 @@
-"""What a build tells while it runs: a bar on a terminal, else a line every 10 s; the builder and those who wait for it alike.
+"""What a build tells while it runs: a line every 10 s, of the builder and of those who wait for it alike.
 
 Each reads from the log of the build how far ninja is, which goes on without its builder: [Note: a builder that is killed].
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from bucketwheel.native.toolchain import Module, say
 
 REPORT_S = 10.0
-_DRAW_S = 0.5
 # Begins ninja's line for each file that it has made: how many are made, of how many.
 _DONE = re.compile(r"^\[(\d+)/(\d+)", re.MULTILINE)
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Of the build of ``module`` that writes to ``log``, in a build folder with build.ninja. A context: it removes its bar."""
+class Progress:
+    """Of the build of ``module`` that writes to ``log``, in a build folder with build.ninja."""
 
     def __init__(self, module: Module, log: Path, folder: Path) -> None:
         self._module, self._log, self._ninja = module, log, folder / "build.ninja"
         self._start = time.monotonic()
-        self._is_terminal = getattr(sys.stderr, "isatty", bool)()
-        self._pause_s = self._next_s = _DRAW_S if self._is_terminal else REPORT_S
+        self._next_s = REPORT_S
 
     def show(self, by: str = "") -> None:
         """If it is time. ``by``: who builds, where that is another process. To be called several times a second."""
@@ -36,17 +31,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             return
         done, total = self._files()
         title, usual = self._module.title, self._module.usual_time and f" (usually {self._module.usual_time})"
-        if self._is_terminal:
-            bar = f"{'#' * (10 * done // total):-<10}"
-            text = f"{title} [{bar}] {done}/{total} files, {elapsed_s:.0f} s{usual}"
-            print(f"\r[bucketwheel] {text}\x1b[K", end="", file=sys.stderr, flush=True)
-        else:
-            say(f"{title}, being built{by and f' by {by}'}: {done} of {total} files in {elapsed_s:.0f} s{usual}")
-        self._next_s += self._pause_s
-
-    def __exit__(self, *_: Any) -> None:
-        if self._is_terminal and self._next_s > self._pause_s:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        say(f"{title}, being built{by and f' by {by}'}: {done} of {total} files in {elapsed_s:.0f} s{usual}")
+        self._next_s += REPORT_S
 
     def _files(self) -> tuple[int, int]:
         """How many are made, and of how many."""
