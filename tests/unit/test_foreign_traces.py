@@ -184,7 +184,6 @@ def test_a_table_with_what_policies_go_by(tmp_path: Path) -> None:
         {"weight/0": 1, 'a,"b"': 9},
         {"weight/0": [(2, 3), (5, 6)], 'a,"b"': [(0, now_ns)]},
         {"weight/0": PlanKey("weight", 7, 0, "bf16"), 'a,"b"': PlanKey('a,"b"', 0, 0, "fp32")},
-        None,
         now_ns,
     )
     found = from_csv(table(tmp_path, "key,nbytes,start,stop\nweight/0,1,0,2\nx,1,0,2\n"))

@@ -185,7 +185,7 @@ def from_csv(path: str | Path) -> Lifetimes:
                 raise ValueError(f"{place}: steps {other[:2]} of key {key!r} meet {one[:2]} of record {one[2]}")
     intervals = {key: [(start, stop) for start, stop, _ in found] for key, found in rows.items()}
     steps = max((found[-1][1] for found in intervals.values()), default=0)
-    return Lifetimes(sizes, intervals, keys, None, steps)
+    return Lifetimes(sizes, intervals, keys, steps)
 
 
 def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
