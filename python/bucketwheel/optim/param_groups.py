@@ -104,11 +104,11 @@ class OptimizerOptions:
                 f"{self.bucket_cap_mb}"
             )
 
-    def bucket_cap_bytes(self, backend: str) -> int:
-        # Large enough that what a launch costs does not show; on the CPU that is Python, slow where a backward has emptied
-        # the caches. Without NCCL the buckets of all ranks are on one host.
-        usual_mb = 32.0 if backend == "nccl" else 16.0
-        return int((usual_mb if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20)
+    def bucket_cap_bytes(self, device: int, grad_bytes: int) -> int:
+        """``grad_bytes``: of all gradients on a rank. docs/memory.md says why the default is as it is."""
+        if self.bucket_cap_mb is not None:
+            return int(self.bucket_cap_mb * 2**20)
+        return 16 * 2**20 if device == CPU else min(max(grad_bytes // 16, 16 * 2**20), 128 * 2**20)
 
     def expect_capturable_on(self, device: torch.device, comm: Communicator | None) -> None:
         """ValueError unless steps over ``comm`` (None: of one process) can be captured, if that is asked for."""

@@ -114,7 +114,8 @@ class ShardedAdamW(Optimizer):
         accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16.
 
     What overlaps, in how much memory:
-        bucket_cap_mb: size of a bucket in MiB. None: 32 on NCCL, else 16. With row cuts buckets are near this size, and at
+        bucket_cap_mb: size of a bucket in MiB. None: 16 on the CPU; on CUDA a sixteenth of the parameters' bytes, at least 16
+            and at most 128 (docs/memory.md says why). With row cuts buckets are near this size, and at
             most 4 times as large; with ``"granularity": "element"`` no larger.
         max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
             backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the

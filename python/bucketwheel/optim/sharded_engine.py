@@ -86,7 +86,7 @@ class ShardedEngine:
         self.infos: list[ParamInfo] = []  # changes, as `spaces`, `steps` and `_edits` do, with the groups
         self.options = options
         self.precision = options.precision
-        self.bucket_cap_bytes = options.bucket_cap_bytes(comm.backend)
+        self.bucket_cap_bytes = options.bucket_cap_bytes(comm.device, sum(info.param.nbytes for info in infos))
         self._is_debugging = env.flag("BW_DEBUG")
         self._unfrozen = UnfrozenGrads(weakref.WeakMethod(self.refuse))
         self.device = comm.device
