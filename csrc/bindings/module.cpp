@@ -8,6 +8,7 @@
 #include "bindings/crc32c_py.h"
 #include "bindings/device_py.h"
 #include "bindings/error_py.h"
+#include "bindings/grad_table_py.h"
 #include "bindings/nccl_py.h"
 #include "bindings/norm_cuda_py.h"
 #include "bindings/norm_py.h"
@@ -34,5 +35,6 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_norm(m);
   bucketwheel::bind_norm_cuda(m);
   bucketwheel::bind_placement(m);
+  bucketwheel::bind_grad_table(m);
   bucketwheel::bind_window(m);
 }

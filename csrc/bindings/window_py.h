@@ -26,6 +26,7 @@
 #include "base/error.h"
 #include "bindings/comm_py.h"
 #include "bindings/dlpack.h"
+#include "bindings/grad_table_py.h"
 #include "bindings/pool_py.h"
 #include "plan/schedule.h"
 #include "window/window.h"
@@ -33,11 +34,6 @@
 namespace bucketwheel {
 
 namespace py = pybind11;
-
-template <typename T>
-py::bytes bytes_of(const std::vector<T>& values) {
-  return py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-}
 
 inline Flags flags_of(std::string_view bytes) { return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}; }
 
@@ -89,14 +85,14 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
 
   Window& window() { return *window_; }
 
-  // ---- the gate: `with window:`
-  void enter() {
+  // ---- the gate: `with window:`, in which all calls below are made
+  void lock() {
     if (!window_->gate.try_lock()) {
       const WithoutGil unlocked;
       window_->gate.lock();
     }
   }
-  void leave() { window_->gate.unlock(); }
+  void unlock() { window_->gate.unlock(); }
 
   // ---- hooks
   // A function of the parameter (after accumulation), or of the gradient (before).
@@ -126,17 +122,9 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
 
   // ---- gradients that no hook takes
-  void accumulate(int index, py::handle grad, bool launch) {
-    const Inside inside(*this);
-    take(index, grad, nullptr, true, launch);
-  }
-  void replace(int index, py::handle grad) {
-    const Inside inside(*this);
-    take(index, grad, nullptr, false, false);
-  }
+  void give(int index, py::handle grad, bool add, bool launch) { take(index, grad, nullptr, add, launch); }
   // Takes deferred gradients and those that were assigned by hand. Flags: whether p.grad is a placeholder.
   py::bytes sweep() {
-    const Inside inside(*this);
     std::string found = look();
     for (size_t i = 0; i < found.size(); ++i) {
       const bool is_repeat = params_[i].is_taken;
@@ -158,7 +146,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   // These get no more gradients in this window.
   void start(const std::vector<int>& indices) {
-    const Inside inside(*this);
     for (const int index : indices) {
       if (grad_of(at(index)).is(at(index).placeholder)) {
         if (const py::object deferred = take_deferred(index)) {
@@ -170,7 +157,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   // no_sync() ends: plain gradients in p.grad become deferred, or replace what there is. Whether there were any.
   bool defer() {
-    const Inside inside(*this);
     bool has_any = false;
     for (size_t i = 0; i < params_.size(); ++i) {
       Param& param = params_[i];
@@ -218,10 +204,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
 
   // ---- the end of a window
-  void flush(std::string_view held) {
-    const Inside inside(*this);
-    window_->flush(held, current());
-  }
+  void flush(std::string_view held) { window_->flush(held, current()); }
   py::bytes notes(std::string_view held) const {
     const GradTable& table = window_->table();
     return bytes_of(window_->schedule().notes(flags_of(held), table.older(held), table.factors));
@@ -232,8 +215,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   // All ranks launch and wait for what is left. `held`: flags of what p.grad has a placeholder of, null: all gradients are
   // dropped. Whether there was a late round.
   bool close(const WindowVerdict& agreed, std::optional<std::string_view> held) {
-    const Inside inside(*this);
-    bool has_late = false;
     if (agreed.is_dirty && !window_->is_open()) {
       open(-1, false, agreed.factors);
     }
@@ -242,7 +223,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       factors.assign(factors.size(), 1.0);
       std::ranges::copy(agreed.factors, factors.begin());
     }
-    has_late = window_->close(agreed, held.has_value(), current());
+    const bool has_late = window_->close(agreed, held.has_value(), current());
     for (size_t i = 0; held && i < params_.size(); ++i) {
       if (agreed.held[i] != 0 && (*held)[i] == 0) {
         set_grad(params_[i], params_[i].placeholder);
@@ -254,12 +235,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     return has_late;
   }
   void zero_grad() {
-    const Inside inside(*this);
     window_->discard();
     drop_grads();
   }
   void forget_captured() {
-    const Inside inside(*this);
     window_->forget_captured();
     drop_grads();
   }
@@ -273,7 +252,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   // Takes placeholders out of p.grad, and gives the memory of buckets back.
   void release() {
-    const Inside inside(*this);
     is_released_ = true;
     for (Param& param : params_) {
       if (grad_of(param).is(param.placeholder)) {
@@ -316,17 +294,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     std::weak_ptr<PyWindow> window;
     int index;
   };
-  class Inside {
-   public:
-    explicit Inside(PyWindow& window) : window_(window) { window.enter(); }
-    ~Inside() { window_.leave(); }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-
-   private:
-    PyWindow& window_;
-  };
-
   static py::object grad_of(const Param& param) { return param.param.attr(WindowNames::all().grad); }
   static void set_grad(Param& param, py::handle grad) {
     param.is_taken = false;
@@ -393,7 +360,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (is_idle()) {
       return;
     }
-    const Inside inside(*this);
+    const std::lock_guard inside(*this);
     Param& param = at(index);
     param.is_taken = false;
     if (!grad_of(param).is(param.placeholder)) {
@@ -411,7 +378,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (is_idle()) {
       return;
     }
-    const Inside inside(*this);  // a thread that closes the window may take the gradient
+    const std::lock_guard inside(*this);  // a thread that closes the window may take the gradient
     Param& param = at(index);
     const bool is_repeat = std::exchange(param.is_taken, false);
     const py::object grad = grad_of(param);
@@ -516,7 +483,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   static PyObject* end_backward(PyObject* self, PyObject*) { return call<&PyWindow::pack_held>(self, Py_None); }
   void pack_held(int, PyObject*, PyObject*) {
-    const Inside inside(*this);
+    const std::lock_guard inside(*this);
     window_->pack_held();
   }
 
@@ -528,9 +495,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       placeholders[static_cast<size_t>(index)] = replaces ? '\0' : '\1';
     }
     bool has_any = false, has_plain = false;
-    for (char& what : placeholders) {
+    for (size_t i = 0; i < placeholders.size(); ++i) {
+      char& what = placeholders[i];
       has_plain = has_plain || what == '\2';
-      what = what == '\1';
+      what = what == '\1' || params_[i].is_taken;  // a gradient that another thread is about to add
       has_any = has_any || what != 0;
     }
     const StreamRef stream = current();
@@ -642,91 +610,20 @@ inline void bind_verdict(py::module_& m) {
       .def_readonly("scaled_apart", &WindowVerdict::scaled_apart);
 }
 
-template <typename T>
-auto property_of(std::vector<T> GradTable::* field) {
-  return std::pair{[field](const GradTable& self) { return bytes_of(self.*field); },
-                   [field](GradTable& self, std::string_view bytes) {
-                     BW_EXPECTS(bytes.size() == (self.*field).size() * sizeof(T), "values of other parameters");
-                     std::memcpy((self.*field).data(), bytes.data(), bytes.size());
-                   }};
-}
-
-inline void bind_grad_table(py::module_& m) {
-  const auto sums = property_of(&GradTable::sums);
-  const auto factors = property_of(&GradTable::factors);
-  const auto entries = property_of(&GradTable::entries);
-  py::class_<GradTable, std::shared_ptr<GradTable>>(m, "GradTable")
-      .def(py::init([](int device, size_t count) { return std::make_shared<GradTable>(device_at(device), count); }),
-           py::arg("device"), py::arg("count"))
-      .def(
-          "set_pieces",
-          [](GradTable& self, int param, const py::sequence& pieces) {
-            for (const py::handle piece : pieces) {
-              const dlpack::Described tensor = dlpack::describe(piece);
-              self.pieces.at(GradTable::at(param))
-                  .push_back({tensor.data, static_cast<size_t>(tensor.numel) * size_of(tensor.dtype)});
-            }
-          },
-          py::arg("param"), py::arg("pieces"))
-      .def(
-          "carry_over",
-          [](GradTable& self, const GradTable& old, const std::vector<int>& indices) { self.carry_over(old, indices); },
-          py::arg("old"), py::arg("indices"))
-      .def_readonly("version", &GradTable::version)
-      .def_property("sums", sums.first, sums.second)
-      .def_property("factors", factors.first, factors.second)
-      .def_property("entries", entries.first, entries.second)
-      .def_readwrite("may_be_replayed", &GradTable::may_be_replayed)
-      .def("has_sum", &GradTable::has_sum, py::arg("param"))
-      .def("mark_edited", &GradTable::mark_edited, py::arg("param"))
-      // Parameters whose sums of squares have to be made again; `clears`: they are.
-      .def(
-          "edited",
-          [](GradTable& self, bool clears) {
-            std::vector<size_t> found;
-            for (size_t i = 0; i < self.sums.size(); ++i) {
-              if (self.edited[i] != 0 && self.sums[i] != 0) {
-                found.push_back(i);
-              }
-            }
-            if (clears) {
-              self.edited.assign(self.edited.size(), 0);
-            }
-            return found;
-          },
-          py::arg("clears"))
-      .def("set_factor", &GradTable::set_factor, py::arg("param"), py::arg("factor"))
-      // Multiplies factors; or, without a number, notes that their entries were multiplied.
-      .def(
-          "scale",
-          [](GradTable& self, const std::vector<size_t>& params, std::optional<double> factor) {
-            for (const size_t param : params) {
-              if (factor) {
-                self.factors.at(param) *= *factor;
-              } else {
-                self.entries.at(param) = EntryState::kScaled;
-              }
-            }
-          },
-          py::arg("params"), py::arg("factor"));
-}
-
 inline void bind_window(py::module_& m) {
   bind_verdict(m);
-  bind_grad_table(m);
   m.def("are_same_objects", &are_same_objects, py::arg("a"), py::arg("b"));
   py::class_<PyWindow, std::shared_ptr<PyWindow>>(m, "Window")
       .def(py::init(&make_window), py::arg("comms"), py::arg("tie"), py::arg("side_pool"), py::arg("buckets"),
            py::arg("table"), py::arg("plans"), py::arg("max_inflight"), py::arg("flags"), py::arg("owner"),
            py::arg("params"))
-      .def("__enter__", &PyWindow::enter)
-      .def("__exit__", [](PyWindow& self, py::handle, py::handle, py::handle) { self.leave(); })
+      .def("__enter__", &PyWindow::lock)
+      .def("__exit__", [](PyWindow& self, py::handle, py::handle, py::handle) { self.unlock(); })
       .def_static("expect_reducers", &PyWindow::expect_reducers)
       .def("ignore", &PyWindow::ignore, py::arg("is_ignored"))
       .def("look", [](PyWindow& self) { return py::bytes(self.look()); })
       .def("hook", &PyWindow::hook, py::arg("index"), py::arg("before") = false)
-      .def("accumulate", &PyWindow::accumulate, py::arg("index"), py::arg("grad"), py::arg("launch"))
-      .def("replace", &PyWindow::replace, py::arg("index"), py::arg("grad"))
+      .def("give", &PyWindow::give, py::arg("index"), py::arg("grad"), py::arg("add"), py::arg("launch"))
       .def("sweep", &PyWindow::sweep)
       .def("start", &PyWindow::start, py::arg("indices"))
       .def("defer", &PyWindow::defer)

@@ -361,7 +361,7 @@ class GradWindow:
             self._has_repeats = True
             deferred = self._native.take_deferred(index)
             grad = grad if deferred is None else deferred.add_(grad)
-            self._native.accumulate(index, grad, self._overlap and not self._no_sync_depth)
+            self._native.give(index, grad, True, self._overlap and not self._no_sync_depth)
 
     def _close_for(self, what: str, indices: Sequence[int]) -> None:
         """Closes the window. RuntimeError on every rank unless all ask for ``what`` of the same gradients.
@@ -434,7 +434,7 @@ class GradWindow:
                 if (deferred := self._native.deferred(index)) is not None:
                     deferred.zero_()
                 elif is_open:
-                    self._native.replace(index, torch.zeros_like(self.params[index]))
+                    self._native.give(index, torch.zeros_like(self.params[index]), False, False)
                 else:
                     self._native.replace_by_zero(index)
             if not is_open:
@@ -468,4 +468,5 @@ class GradWindow:
         """Takes the hooks off and the placeholders out of ``p.grad``; gives the memory of buckets back."""
         for hook in (*self._hooks, *self._before):
             hook.remove()
-        self._native.release()
+        with self._native:
+            self._native.release()
