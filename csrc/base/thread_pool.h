@@ -1,15 +1,8 @@
-// The threads of the CPU kernels: loops over ranges on the caller and a few more.
+// The threads of the CPU kernels: loops over ranges on the caller's OpenMP team, which torch's kernels use too. The team
+// spins for milliseconds after each of torch's loops: threads of our own would fight with it for the cores.
 //
-//   which threads run a loop
-//   one range, or set_num_threads(1)           the caller alone, without a lock
-//   the caller has called use_openmp_team()    its OpenMP team. torch's kernels use this team too, and
-//                                              it spins for milliseconds after each of them: helpers of ours would
-//                                              fight with it for the cores
-//   else, or where the process has no team     the caller and helpers of one pool
-//
-// The pool may be called from several threads at once. Each caller works on its own loop; helpers join any loop that
-// has ranges left, so a caller never waits for a free helper. Idle helpers spin for at most kSpin, then sleep. A
-// forked child starts with a new pool of the same size.
+// The caller alone runs a loop of one range, every loop after set_num_threads(1), and every loop where the process has no
+// OpenMP runtime or was forked.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +14,6 @@ namespace bucketwheel {
 inline constexpr int kMaxThreads = 256;
 void set_num_threads(int threads);
 int num_threads();
-
-// From now on the calling thread's loops run on its OpenMP team, if the process has an OpenMP runtime. For threads
-// that compute with torch.
-void use_openmp_team();
 
 // Calls fn(begin, end) for the ranges [k * grain, min((k + 1) * grain, count)) that cover [0, count), concurrently and
 // in any order. Returns after all of them. `fn` must not throw; it runs under IeeeFloats.

@@ -436,14 +436,7 @@ inline void adam_step(const py::sequence& tensors, const py::object& steps, cons
 }
 
 inline void bind_adam(py::module_& m) {
-  m.def("set_num_threads", &set_num_threads, py::arg("threads"));
-  m.def(
-      "use_torch_threads",
-      [](int threads) {
-        set_num_threads(threads);
-        use_openmp_team();
-      },
-      py::arg("threads"));  // torch.get_num_threads(), from a thread that computes with torch
+  m.def("use_torch_threads", &set_num_threads, py::arg("threads"));  // torch.get_num_threads()
   py::class_<AdamGroup>(m, "AdamGroup")
       .def(py::init<double, double, double, double, double>(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("eps"), py::arg("weight_decay"));

@@ -1,9 +1,9 @@
-// base/thread_pool: every range once, several callers, resizing, fork, idle helpers. Run by test_native.py.
+// base/thread_pool with an OpenMP runtime of the test's own: every range once, several callers, fork. Run by test_native.py;
+// tests/unit/test_threads.py has torch's, and forks.
 // needs: base
-#include <sys/resource.h>
-
+// link: -rdynamic
+#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <thread>
 #include <vector>
 
@@ -12,6 +12,44 @@
 #include "check.h"
 
 using namespace bucketwheel;
+
+namespace {
+
+std::atomic<int> regions{0};
+std::atomic<unsigned> last_threads{0};
+std::atomic<unsigned> team_limit{100};
+thread_local int thread_num = 0;
+
+// Denormals are zero from here on, in this thread: as torch.set_flush_denormal() does.
+void flush_denormals() {
+#if BW_X86_64
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+}
+
+}  // namespace
+
+// Starts its threads anew each time; they flush denormals.
+extern "C" __attribute__((visibility("default"))) void GOMP_parallel(void (*function)(void*), void* data,
+                                                                     unsigned threads, unsigned flags) {
+  CHECK(flags == 0);
+  ++regions;
+  last_threads = threads;
+  std::vector<std::thread> team;
+  for (int t = 1; t < static_cast<int>(std::min<unsigned>(threads, team_limit)); ++t) {
+    team.emplace_back([=] {
+      thread_num = t;
+      flush_denormals();
+      function(data);
+    });
+  }
+  function(data);
+  for (std::thread& thread : team) {
+    thread.join();
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) int omp_get_thread_num() { return thread_num; }
 
 namespace {
 
@@ -30,18 +68,36 @@ void check_loop(int64_t count, int64_t grain) {
   }
 }
 
-double cpu_seconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
-         1e-6 * static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+// The number of parallel regions that a loop over 100 elements took.
+int regions_of_a_loop() {
+  const int before = regions;
+  check_loop(100, 3);
+  return regions - before;
 }
-
-void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 }  // namespace
 
-// The first: none of the helpers of a larger pool are about to leave.
+TEST(a_team_has_the_threads_asked_for) {
+  for (int threads : {1, 2, 5}) {
+    std::vector<std::atomic<int>> calls(static_cast<size_t>(threads));
+    CHECK(run_on_openmp_team(
+        threads, [](void* of, int thread) { (*static_cast<decltype(calls)*>(of))[static_cast<size_t>(thread)]++; },
+        &calls));
+    for (const auto& count : calls) {
+      CHECK(count == 1);
+    }
+  }
+}
+
+TEST(a_loop_is_one_region_of_the_callers_team) {
+  set_num_threads(3);
+  CHECK(regions_of_a_loop() == 1 && last_threads == 3);
+  set_num_threads(1);
+  CHECK(regions_of_a_loop() == 0);
+  set_num_threads(2);
+  std::thread([] { CHECK(regions_of_a_loop() == 1 && last_threads == 2); }).join();
+}
+
 TEST(what_a_late_thread_leaves_is_done_by_the_others) {
   set_num_threads(2);
   const auto self = std::this_thread::get_id();
@@ -51,7 +107,7 @@ TEST(what_a_late_thread_leaves_is_done_by_the_others) {
       ++done_by_caller;
       return;
     }
-    while (done_by_caller < 7) {  // the helper stays in its first range
+    while (done_by_caller < 7) {  // the other thread stays in its first range
       std::this_thread::yield();
     }
   });
@@ -94,67 +150,27 @@ TEST(loops_may_nest) {
   CHECK(sum == 28 * 20);
 }
 
-TEST(resizing_while_loops_run) {
-  std::atomic<bool> is_over{false};
-  std::thread resizer([&] {
-    for (int i = 0; !is_over; ++i) {
-      set_num_threads(1 + i % 5);
+TEST(a_team_smaller_than_asked_for_does_all) {
+  set_num_threads(4);
+  team_limit = 2;
+  CHECK(regions_of_a_loop() == 1);
+  team_limit = 1;  // within a parallel region
+  CHECK(regions_of_a_loop() == 1);
+  team_limit = 100;
+}
+
+TEST(a_team_computes_by_ieee_rules) {
+  set_num_threads(3);
+  volatile float small = 1e-30F;
+  std::atomic<int> started{0};
+  parallel_for(3, 1, [&](int64_t, int64_t) {  // each range waits for all: one a thread
+    started.fetch_add(1);
+    while (started < 3) {
       std::this_thread::yield();
     }
+    CHECK(small * 1e-10F != 0.0F);
   });
-  for (int i = 0; i < 400; ++i) {
-    check_loop(40, 1 + i % 3);
-  }
-  is_over = true;
-  resizer.join();
-  set_num_threads(4);
-  for (int i = 0; i < 50; ++i) {
-    check_loop(40, 1);
-  }
-}
-
-TEST(idle_helpers_use_no_cpu) {
-  set_num_threads(4);
-  check_loop(100, 1);
-  nap(20);  // more than the time they spin
-  const double before = cpu_seconds();
-  nap(300);
-  CHECK(cpu_seconds() - before < 0.1 || !emulator().empty());  // whose own time counts too
-}
-
-TEST(a_forked_child_has_a_pool_of_its_own) {
-  if (!may_fork()) {
-    return;
-  }
-#if defined(__SANITIZE_THREAD__)
-  std::fprintf(stderr,
-               "skipped: the thread sanitizer takes the child's threads for the parent's (equal pthread ids)\n");
-  return;
-#endif
-  set_num_threads(3);
-  check_loop(100, 1);
-  std::atomic<bool> is_over{false};
-  std::thread busy([&] {  // the parent's pool is in use at the fork, perhaps its lock held
-    while (!is_over) {
-      check_loop(30, 1);
-    }
-  });
-  for (int i = 0; i < 5; ++i) {
-    in_child([] {
-      CHECK(num_threads() == 3);
-      std::atomic<int> started{0};
-      parallel_for(2, 1, [&](int64_t, int64_t) {
-        started.fetch_add(1);
-        while (started < 2) {
-          std::this_thread::yield();
-        }
-      });
-      check_loop(100, 3);
-    });
-  }
-  is_over = true;
-  busy.join();
-  check_loop(100, 1);
+  CHECK(started == 3);
 }
 
 TEST(ranges_compute_by_ieee_rules_on_every_thread) {
@@ -164,7 +180,7 @@ TEST(ranges_compute_by_ieee_rules_on_every_thread) {
 #endif
   volatile float small = 1e-30F;
   for (int threads : {1, 9}) {
-    set_num_threads(threads);  // more than any test before: new helpers
+    set_num_threads(threads);
     std::atomic<int> kept{0};
     parallel_for(64, 1, [&](int64_t, int64_t) { kept.fetch_add(small * 1e-10F != 0.0F ? 1 : 0); });
     CHECK(kept == 64);
@@ -175,26 +191,13 @@ TEST(ranges_compute_by_ieee_rules_on_every_thread) {
 #endif
 }
 
-TEST(without_a_runtime_a_thread_that_asks_for_a_team_uses_the_pool) {
-  use_openmp_team();
-  CHECK(!run_on_openmp_team(2, [](void*, int) {}, nullptr));
+TEST(a_forked_child_computes_alone) {
+  if (!may_fork()) {
+    return;
+  }
   set_num_threads(3);
-  check_loop(100, 3);
-}
-
-TEST(all_sleeping_helpers_are_woken_for_a_loop_that_has_work_for_them) {
-  constexpr int kThreads = 80;
-  set_num_threads(kThreads);
-  nap(200);
-  std::atomic<int> started{0};
-  parallel_for(kThreads, 1, [&](int64_t, int64_t) {  // each range waits for all
-    started.fetch_add(1);
-    while (started < kThreads) {
-      std::this_thread::yield();
-    }
-  });
-  CHECK(started == kThreads);
-  set_num_threads(1);
+  CHECK(regions_of_a_loop() == 1);
+  in_child([] { CHECK(regions_of_a_loop() == 0); });
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

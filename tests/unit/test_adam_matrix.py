@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    core.set_num_threads(1)
+    core.use_torch_threads(1)
 
 
 MODES = [
@@ -92,7 +92,7 @@ def test_shards_threads_and_alignment_do_not_change_a_bit(kind) -> None:
         cuts = [0, *sorted(rng.integers(0, numel, world - 1).tolist()), numel]
         moved = Row(*(None if x is None else torch.empty(numel + 8, dtype=x.dtype)[offset : offset + numel].copy_(x)
                       for x in whole.tensors()))  # fmt: skip
-        core.set_num_threads(threads)
+        core.use_torch_threads(threads)
         run_table([(moved.slice(a, b), 2, a) for a, b in itertools.pairwise(cuts)], args, rounding)
         assert_same(moved, expected, (world, offset))
 

@@ -89,13 +89,13 @@ SIZES = {
 def test_a_table_steps_every_row_as_if_alone(sizes: list[int], threads: int) -> None:
     rows = rows_of(sizes)
     expected = one_by_one(rows)
-    core.set_num_threads(threads)
+    core.use_torch_threads(threads)
     try:
         table = table_of(rows)
         assert (table.rows, table.numel) == (len(sizes), sum(sizes))
         step_of(table, [group()], numbers(rows))
     finally:
-        core.set_num_threads(1)
+        core.use_torch_threads(1)
     assert_equal(rows, expected)
     assert all(not torch.equal(a[0], b[0]) for a, b in zip(rows, rows_of(sizes), strict=True) if a[0].numel())
 

@@ -49,7 +49,7 @@ def test_threads_company_and_alignment_do_not_change_a_bit(threads: int) -> None
     tensors = [values(n, seed) for seed, n in enumerate([*SIZES, 7 * CHUNK + 5])]
     expected = [core.sumsq([x])[0] for x in tensors]
     assert core.sumsq([]) == []
-    core.set_num_threads(threads)
+    core.use_torch_threads(threads)
     try:
         assert core.sumsq(tensors) == expected
         room = torch.empty(8 * CHUNK)
@@ -58,7 +58,7 @@ def test_threads_company_and_alignment_do_not_change_a_bit(threads: int) -> None
             assert core.sumsq(shifted) == expected[-1:]
         assert core.sumsq([x for x in tensors for _ in range(300)]) == [e for e in expected for _ in range(300)]
     finally:
-        core.set_num_threads(1)
+        core.use_torch_threads(1)
 
 
 def test_error_against_the_exact_sum() -> None:
