@@ -25,17 +25,11 @@ class FileDescriptor {
   int fd_;
 };
 
-// A zero-filled memfd of fixed size. It lives as long as somebody has it open or mapped. Where seals_memfds(), nobody
-// can change its size. -1 when the system refuses: `failed` names the call, errno says why.
+// A zero-filled memfd whose size nobody can change. It lives as long as somebody has it open or mapped. -1 when the system
+// refuses: `failed` names the call, errno says why.
 FileDescriptor try_make_memfd(const char* name, size_t size_bytes, const char*& failed);
 
-// Whether the system can fix the size of a memfd (seals). Found by trying, once. While no descriptor is left to try
-// with: true, so that files without seals are not trusted.
-bool seals_memfds();
-
-// Whether the file is sealed against shrinking, or the system has no seals. Without seals a peer that shrinks a file
-// that it has shared ends this process by SIGBUS; peers are processes of the same user that know the communicator's
-// secret.
+// Whether the file is sealed against shrinking: a peer that shrinks a file that is mapped here would end this process.
 bool is_size_final(int fd);
 
 }  // namespace bucketwheel
