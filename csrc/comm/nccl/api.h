@@ -85,32 +85,19 @@ struct NcclConfig {
   int cta_policy = kNcclUndefined;
 };
 
+// For what only moves elements, and so takes every dtype: NCCL has no 16-bit integers, they go as bytes.
+constexpr NcclType nccl_move_type(DType dtype) {
+  using enum NcclType;
+  constexpr NcclType kTypes[] = {kFloat32, kBFloat16, kFloat16, kFloat64, kInt64, kInt32, kUInt8, kUInt8, kInt8};
+  return kTypes[static_cast<size_t>(dtype)];
+}
 // TypeError for what NCCL does not have.
 constexpr NcclType nccl_type(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return NcclType::kFloat32;
-    case DType::kBFloat16:
-      return NcclType::kBFloat16;
-    case DType::kFloat16:
-      return NcclType::kFloat16;
-    case DType::kFloat64:
-      return NcclType::kFloat64;
-    case DType::kInt64:
-      return NcclType::kInt64;
-    case DType::kInt32:
-      return NcclType::kInt32;
-    case DType::kUInt8:
-      return NcclType::kUInt8;
-    case DType::kInt8:
-      return NcclType::kInt8;
-    case DType::kInt16:
-      break;
+  if (dtype == DType::kInt16) {
+    throw TypeError(std::string("NCCL has no ") + name_of(dtype));
   }
-  throw TypeError(std::string("NCCL has no ") + name_of(dtype));
+  return nccl_move_type(dtype);
 }
-// For what only moves elements, and so takes every dtype: NCCL has no 16-bit integers, they go as bytes.
-constexpr NcclType nccl_move_type(DType dtype) { return dtype == DType::kInt16 ? NcclType::kUInt8 : nccl_type(dtype); }
 constexpr size_t nccl_move_count(DType dtype, size_t numel) {
   return dtype == DType::kInt16 ? numel * size_of(dtype) : numel;
 }
