@@ -59,19 +59,12 @@ void FreeList::recycle(Block* block) {
 
 void FreeList::insert_free(Block* block) {
   block->is_free = true;
-  if (spare_nodes_.empty()) {
-    free_.insert(key_of(block));
-    return;
-  }
-  FreeSet::node_type node = std::move(spare_nodes_.back());
-  spare_nodes_.pop_back();
-  node.value() = key_of(block);
-  free_.insert(std::move(node));
+  free_.insert(key_of(block));
 }
 
 void FreeList::erase_free(FreeSet::iterator position) {
   position->block->is_free = false;
-  spare_nodes_.push_back(free_.extract(position));
+  free_.erase(position);
 }
 
 void FreeList::add(SlabRef slab) {

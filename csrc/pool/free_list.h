@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory_resource>
 #include <set>
 #include <string>
 #include <vector>
@@ -73,7 +74,7 @@ class FreeList {
     Block* block;
     auto operator<=>(const Key&) const = default;
   };
-  using FreeSet = std::set<Key>;
+  using FreeSet = std::pmr::set<Key>;
 
   static Key key_of(Block* block);
   Block* new_block();
@@ -82,12 +83,12 @@ class FreeList {
   void erase_free(FreeSet::iterator position);
   void absorb_next(Block* block);
 
-  FreeSet free_;
+  std::pmr::unsynchronized_pool_resource memory_;  // of the set, whose nodes are reused; as blocks are
+  FreeSet free_{&memory_};
   std::map<uint32_t, Span> spans_;  // by slab id; nodes do not move
-  // Blocks and set nodes are reused: in a steady state acquire and release allocate none.
+  // In a steady state acquire and release allocate nothing.
   std::deque<Block> storage_;
   std::vector<Block*> spare_blocks_;
-  std::vector<FreeSet::node_type> spare_nodes_;
 };
 
 }  // namespace bucketwheel
