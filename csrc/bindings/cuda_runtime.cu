@@ -1,8 +1,6 @@
 // The calls of the CUDA runtime behind the table of cuda_api.h, and the table itself. Part of bucketwheel._cuda.
 #include <cuda_runtime.h>
 
-#include <cstdio>
-
 #include "base/platform.h"
 #include "bindings/cuda_table.h"
 #include "device/cuda_api.h"
@@ -19,18 +17,8 @@ cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
 int get_device_count(int* count) { return cudaGetDeviceCount(count); }
 int get_device(int* device) { return cudaGetDevice(device); }
 int set_device(int device) { return cudaSetDevice(device); }
-
-int get_device_facts(int device, CudaDeviceFacts* facts) {
-  cudaDeviceProp properties;
-  const cudaError_t error = cudaGetDeviceProperties(&properties, device);
-  if (error == cudaSuccess) {
-    facts->multiprocessors = properties.multiProcessorCount;
-    facts->major = properties.major;
-    facts->minor = properties.minor;
-    facts->l2_bytes = static_cast<size_t>(properties.l2CacheSize);
-    std::snprintf(facts->name, sizeof(facts->name), "%s", properties.name);
-  }
-  return error;
+int get_multiprocessors(int device, int* count) {
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
 int mem_get_info(size_t* free_bytes, size_t* total_bytes) { return cudaMemGetInfo(free_bytes, total_bytes); }

@@ -1,10 +1,9 @@
-// Bindings of kernels/pack.h, and of the constant by which copies choose their way.
+// Bindings of kernels/pack.h, for tests.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
 #include <vector>
 
 #include "bindings/device_py.h"
@@ -17,46 +16,25 @@ namespace bucketwheel {
 
 namespace py = pybind11;
 
-// outputs[i] <- inputs[i], None: zeros; contiguous, equal numel (shapes may differ: a bucket slot is flat), all on one
-// device. Where adds[i]: outputs[i] += inputs[i]. On CUDA in the caller's current stream.
-inline void copy_lists(const py::sequence& outputs, const py::sequence& inputs, const std::vector<bool>& adds) {
-  const size_t count = py::len(outputs);
-  BW_EXPECTS(py::len(inputs) == count,
-             "outputs has " + std::to_string(count) + " tensors, inputs has " + std::to_string(py::len(inputs)));
-  BW_EXPECTS(adds.empty() || adds.size() == count,
-             "outputs has " + std::to_string(count) + " tensors, adds has " + std::to_string(adds.size()));
+// copy_all() for its tests: outputs[i] <- inputs[i] (None: zeros), or += where adds[i]. The tensors are contiguous, of equal
+// numel, and on one device; on CUDA in the caller's current stream.
+inline void copy_lists(const py::list& outputs, const py::list& inputs, const std::vector<bool>& adds) {
   std::vector<CopyItem> items;
-  std::vector<py::object> keep;
   DeviceId device;
-  for (size_t i = 0; i < count; ++i) {
-    const dlpack::Name to_name{"outputs", static_cast<int64_t>(i)};
-    const dlpack::Name from_name{"inputs", static_cast<int64_t>(i)};
-    keep.push_back(outputs[i]);
-    const dlpack::Described to = dlpack::describe_on_any_device(keep.back(), to_name);
-    keep.push_back(inputs[i]);
-    device = i == 0 ? to.device : device;
-    dlpack::expect_device(to, device, to_name);
-    CopyItem& item = items.emplace_back(CopyItem{to.data, nullptr, to.numel, to.dtype, to.dtype});
-    item.add = !adds.empty() && adds[i];
-    BW_EXPECTS(to.is_contiguous(), to_name.text() + " is not contiguous");
-    if (keep.back().is_none()) {
-      continue;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    const dlpack::Described to = dlpack::describe_on_any_device(outputs[i], {"outputs", index});
+    device = to.device;
+    items.push_back({to.data, nullptr, to.numel, to.dtype, to.dtype, !adds.empty() && adds.at(i)});
+    if (!inputs[i].is_none()) {
+      const dlpack::Described from = dlpack::describe_on_any_device(inputs[i], {"inputs", index});
+      items.back().from = from.data;
+      items.back().from_dtype = from.dtype;
     }
-    const dlpack::Described from = dlpack::describe_on_any_device(keep.back(), from_name);
-    dlpack::expect_device(from, device, from_name);
-    BW_EXPECTS(to.numel == from.numel, to_name.text() + " has shape " + to.shape_text() + ", " + from_name.text() +
-                                           " has " + from.shape_text());
-    BW_EXPECTS(from.is_contiguous(), from_name.text() + " is not contiguous");
-    item.from = from.data;
-    item.from_dtype = from.dtype;
   }
   const StreamRef stream = current_stream(device);
   py::gil_scoped_release unlocked;
-  if (stream == nullptr) {  // on the CPU
-    copy_all(items);
-    return;
-  }
-  copy_all_cuda(device.index, items, *stream);
+  stream == nullptr ? copy_all(items) : copy_all_cuda(device.index, items, *stream);
 }
 
 inline void bind_pack(py::module_& m) {

@@ -24,20 +24,12 @@ struct ClipLaunch;
 struct CopyLaunch;
 struct ReduceLaunch;
 
-struct CudaDeviceFacts {
-  int multiprocessors = 0;
-  int major = 0;  // compute capability
-  int minor = 0;
-  size_t l2_bytes = 0;
-  char name[256] = {};
-};
-
 // X(name, parameters): each returns a cudaError_t. The kernels' launchers end with the stream.
 #define BW_CUDA_CALLS(X)                                                              \
   X(get_device_count, (int* count))                                                   \
   X(get_device, (int* device))                                                        \
   X(set_device, (int device))                                                         \
-  X(get_device_facts, (int device, CudaDeviceFacts* facts))                           \
+  X(get_multiprocessors, (int device, int* count))                                    \
   X(mem_get_info, (size_t* free_bytes, size_t* total_bytes))                          \
   X(malloc_device, (void** data, size_t size_bytes))                                  \
   X(free_device, (void* data))                                                        \
@@ -70,7 +62,7 @@ struct CudaDeviceFacts {
   X(launch_reduce, (const ReduceLaunch& launch, void* stream))
 
 struct CudaApi {
-  static constexpr uint32_t kVersion = 8;  // of this table and of every struct it passes
+  static constexpr uint32_t kVersion = 9;  // of this table and of every struct it passes
   uint32_t version = kVersion;
   uint32_t size_bytes = sizeof(CudaApi);
   bool is_simulated = false;  // device memory is host memory, and tensors on the CPU may pose as CUDA tensors (tests)

@@ -277,7 +277,7 @@ CudaDevice& CudaDevice::at(int index) {
   return *device;
 }
 
-CudaDevice::CudaDevice(int index) : index_(index) { BW_CUDA_TRY(get_device_facts, index, &facts_); }
+CudaDevice::CudaDevice(int index) : index_(index) { BW_CUDA_TRY(get_multiprocessors, index, &multiprocessors_); }
 
 StreamRef CudaDevice::new_stream(std::string name) {
   CudaGuard guard(index_);
@@ -298,7 +298,7 @@ StreamRef CudaDevice::borrow(void* native) {
 int CudaDevice::fill_blocks(int threads) const {
   constexpr int kWaves = 4;
   constexpr int kThreadsPerMultiprocessor = 1024;
-  return std::max(1, facts_.multiprocessors) * std::max(1, kThreadsPerMultiprocessor / threads) * kWaves;
+  return std::max(1, multiprocessors_) * std::max(1, kThreadsPerMultiprocessor / threads) * kWaves;
 }
 
 void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches) {

@@ -63,7 +63,6 @@ class CudaDevice final : public Device {
   // A cudaStream_t of somebody else, for instance torch's current stream. Not owned: it must outlive its use.
   StreamRef borrow(void* native);
 
-  const CudaDeviceFacts& facts() const { return facts_; }
   // How many blocks of `threads` fill the device several times over.
   int fill_blocks(int threads) const;
 
@@ -94,7 +93,7 @@ class CudaDevice final : public Device {
 
   const int index_;
   const MadeIn process_;
-  CudaDeviceFacts facts_;
+  int multiprocessors_ = 0;
   std::mutex mutex_;
   std::vector<void*> free_events_[2];  // by timing
   std::vector<Staging> staging_;

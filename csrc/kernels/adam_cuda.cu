@@ -343,50 +343,30 @@ AdamKernel with_amsgrad(bool amsgrad) {
 
 template <DType kP, AdamWeight kWeight>
 AdamKernel with_state(const AdamVariant& variant) {
-  switch (variant.state_dtype) {
-    case DType::kFloat32:
-      return with_amsgrad<kP, DType::kFloat32, kWeight>(variant.amsgrad);
-    case DType::kBFloat16:
-      return with_amsgrad<kP, DType::kBFloat16, kWeight>(variant.amsgrad);
-    default:
-      return nullptr;
-  }
-}
-
-template <DType kP>
-AdamKernel with_weight(const AdamVariant& variant) {
-  if (variant.weight == AdamWeight::kParam) {
-    return with_state<kP, AdamWeight::kParam>(variant);
-  }
-  if constexpr (kP != DType::kFloat32) {
-    if (variant.weight == AdamWeight::kMaster) {
-      return with_state<kP, AdamWeight::kMaster>(variant);
-    }
-  }
-  if constexpr (kP == DType::kBFloat16) {
-    if (variant.weight == AdamWeight::kRemainder) {
-      return with_state<kP, AdamWeight::kRemainder>(variant);
-    }
-  }
-  return nullptr;
+  return variant.state_dtype == DType::kFloat32    ? with_amsgrad<kP, DType::kFloat32, kWeight>(variant.amsgrad)
+         : variant.state_dtype == DType::kBFloat16 ? with_amsgrad<kP, DType::kBFloat16, kWeight>(variant.amsgrad)
+                                                   : nullptr;
 }
 
 // Null for a variant that there is not.
 AdamKernel kernel_for(const AdamVariant& variant) {
-  switch (variant.p_dtype) {
-    case DType::kFloat32:
-      return with_weight<DType::kFloat32>(variant);
-    case DType::kBFloat16:
-      return with_weight<DType::kBFloat16>(variant);
-    case DType::kFloat16:
-      return with_weight<DType::kFloat16>(variant);
-    case DType::kFloat64: {
-      const bool is_known = variant.state_dtype == DType::kFloat64 && variant.weight == AdamWeight::kParam;
-      return is_known ? with_amsgrad<DType::kFloat64, DType::kFloat64, AdamWeight::kParam>(variant.amsgrad) : nullptr;
-    }
-    default:
-      return nullptr;
+  constexpr AdamWeight kParam = AdamWeight::kParam, kMaster = AdamWeight::kMaster, kRest = AdamWeight::kRemainder;
+  const bool is_param = variant.weight == kParam, is_master = variant.weight == kMaster;
+  if (variant.p_dtype == DType::kFloat32 && is_param) {
+    return with_state<DType::kFloat32, kParam>(variant);
   }
+  if (variant.p_dtype == DType::kBFloat16) {
+    return is_param    ? with_state<DType::kBFloat16, kParam>(variant)
+           : is_master ? with_state<DType::kBFloat16, kMaster>(variant)
+                       : with_state<DType::kBFloat16, kRest>(variant);
+  }
+  if (variant.p_dtype == DType::kFloat16 && (is_param || is_master)) {
+    return is_param ? with_state<DType::kFloat16, kParam>(variant) : with_state<DType::kFloat16, kMaster>(variant);
+  }
+  if (variant.p_dtype == DType::kFloat64 && variant.state_dtype == DType::kFloat64 && is_param) {
+    return with_amsgrad<DType::kFloat64, DType::kFloat64, kParam>(variant.amsgrad);
+  }
+  return nullptr;
 }
 
 }  // namespace

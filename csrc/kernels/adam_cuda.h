@@ -11,21 +11,10 @@ namespace bucketwheel {
 
 // One row in device memory. `head`: from this element on, every array is 16-byte aligned and a block of random bits
 // begins; kUnaligned: there is no such element.
-struct AdamCudaRow {
+struct AdamCudaRow : AdamRow {
   static constexpr uint8_t kUnaligned = 255;
-  void* p;
-  const void* g;
-  void* m;
-  void* v;
-  void* vmax;    // null without amsgrad
-  void* master;  // float32, or uint16 remainders; null for kParam
-  int64_t numel;
-  int64_t param_begin;  // the row's first element within its parameter: the key of its random bits
-  uint32_t param;       // the key of its random bits
-  uint32_t place;       // index of its step, use and factor in the arrays by parameter
-  uint32_t group;
-  DType g_dtype;  // float32, bfloat16 or float16; float64 with a float64 parameter
-  uint8_t head;
+  uint32_t place = 0;  // index of its step, use and factor in the arrays by parameter
+  uint8_t head = kUnaligned;
   bool operator==(const AdamCudaRow&) const = default;
 };
 
@@ -70,7 +59,7 @@ struct AdamScalarsLaunch {
   bool counts_steps = true;         // in the first of several launches
   bool decoupled = true;
   bool maximize = false;
-  uint32_t first_group = 0;  // rows of the groups [first_group, first_group + group_count)
+  int32_t first_group = 0;  // rows of the groups [first_group, first_group + group_count)
   int32_t group_count = 0;
   AdamGroup groups[kMaxGroups];
   const float* lr[kMaxGroups] = {};  // not null: the group's learning rate, read when the kernel runs (capturable)

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kBlockThreads) adam_scalars_kernel(const __gri
   __syncthreads();
   for (int64_t r = threadIdx.x; r < launch.row_count; r += kBlockThreads) {
     const uint32_t param = launch.rows[r].place;
-    const uint32_t index = launch.rows[r].group - launch.first_group;
-    if (launch.rows[r].group < launch.first_group || index >= static_cast<uint32_t>(launch.group_count)) {
+    const int32_t index = launch.rows[r].group - launch.first_group;
+    if (index < 0 || index >= launch.group_count) {
       continue;
     }
     AdamCudaScalars& to = launch.scalars[r];

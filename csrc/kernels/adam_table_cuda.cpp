@@ -32,22 +32,6 @@ uint8_t head_of(const AdamRow& row) {
   return AdamCudaRow::kUnaligned;
 }
 
-AdamCudaRow cuda_row(const AdamRow& row, uint32_t place) {
-  return {row.p,
-          row.g,
-          row.m,
-          row.v,
-          row.vmax,
-          row.master,
-          row.numel,
-          row.param_begin,
-          row.param,
-          place,
-          static_cast<uint32_t>(row.group),
-          row.g_dtype,
-          head_of(row)};
-}
-
 }  // namespace
 
 AdamCudaTable::AdamCudaTable(CudaDevice& device)
@@ -61,29 +45,25 @@ AdamCudaTable::AdamCudaTable(CudaDevice& device)
 int64_t AdamCudaTable::add(const AdamRow& row, uint32_t place) {
   expect_adam_row(row, rows());
   segments_.add(row.numel);
-  rows_.push_back(row);
-  places_.push_back(place);
-  cuda_rows_.push_back(cuda_row(row, place));
+  rows_.push_back({row, place, head_of(row)});
   are_rows_new_ = are_chunks_new_ = true;
   return rows() - 1;
 }
 
 void AdamCudaTable::set_grad(int64_t row, const void* g, DType g_dtype) {
-  AdamRow& own = rows_[static_cast<size_t>(row)];
+  AdamCudaRow& own = rows_[static_cast<size_t>(row)];
   if (own.g == g && own.g_dtype == g_dtype) {
     return;
   }
   own.g = g;
   own.g_dtype = g_dtype;
-  cuda_rows_[static_cast<size_t>(row)] = cuda_row(own, places_[static_cast<size_t>(row)]);
+  own.head = head_of(own);
   are_rows_new_ = true;
 }
 
 void AdamCudaTable::clear() {
   segments_ = SegmentTable(kAdamCudaChunkNumel);
   rows_.clear();
-  places_.clear();
-  cuda_rows_.clear();
   are_rows_new_ = are_chunks_new_ = true;
 }
 
@@ -95,15 +75,14 @@ void AdamCudaTable::validate(const AdamCudaStep& step) const {
       step.lr.empty() || step.lr.size() == step.groups.size(),
       "lr has " + std::to_string(step.lr.size()) + " entries for " + std::to_string(step.groups.size()) + " groups");
   for (int64_t r = 0; r < rows(); ++r) {
-    const AdamRow& row = rows_[static_cast<size_t>(r)];
-    const uint32_t place = places_[static_cast<size_t>(r)];
-    BW_EXPECTS(static_cast<int64_t>(place) < step.param_count, "row " + std::to_string(r) + " is of parameter " +
-                                                                   std::to_string(place) + " of " +
-                                                                   std::to_string(step.param_count));
+    const AdamCudaRow& row = rows_[static_cast<size_t>(r)];
+    BW_EXPECTS(static_cast<int64_t>(row.place) < step.param_count, "row " + std::to_string(r) + " is of parameter " +
+                                                                       std::to_string(row.place) + " of " +
+                                                                       std::to_string(step.param_count));
     BW_EXPECTS(row.group >= 0 && static_cast<size_t>(row.group) < step.groups.size(),
                "row " + std::to_string(r) + " is of group " + std::to_string(row.group) + " of " +
                    std::to_string(step.groups.size()));
-    const bool is_used = step.used.empty() || step.used[place] != 0;
+    const bool is_used = step.used.empty() || step.used[row.place] != 0;
     BW_EXPECTS(!is_used || row.g != nullptr || row.numel == 0, "row " + std::to_string(r) + " has no gradient");
   }
 }
@@ -116,11 +95,11 @@ void AdamCudaTable::upload_tables(const AdamCudaStep& step, Stream& stream, bool
     is_used_known_ = false;
   }
   // Noted after the upload: if a call fails, nothing counts as uploaded.
-  if (are_rows_new_ && cuda_rows_ != uploaded_rows_) {  // gradients often come back to the same memory
+  if (are_rows_new_ && rows_ != uploaded_rows_) {  // gradients often come back to the same memory
     uploaded_rows_.clear();
-    device_scalars_.reserve(cuda_rows_.size() * sizeof(AdamCudaScalars), was_captured_);
-    device_rows_.upload<AdamCudaRow>(cuda_rows_, stream, was_captured_);
-    uploaded_rows_ = cuda_rows_;
+    device_scalars_.reserve(rows_.size() * sizeof(AdamCudaScalars), was_captured_);
+    device_rows_.upload<AdamCudaRow>(rows_, stream, was_captured_);
+    uploaded_rows_ = rows_;
   }
   are_rows_new_ = false;
   if (are_chunks_new_) {
@@ -164,7 +143,7 @@ void AdamCudaTable::launch_scalars(const AdamCudaStep& step, void* native) {
   for (size_t first = 0; first < step.groups.size(); first += AdamScalarsLaunch::kMaxGroups) {
     const size_t count = std::min<size_t>(AdamScalarsLaunch::kMaxGroups, step.groups.size() - first);
     launch.counts_steps = first == 0;
-    launch.first_group = static_cast<uint32_t>(first);
+    launch.first_group = static_cast<int32_t>(first);
     launch.group_count = static_cast<int32_t>(count);
     for (size_t i = 0; i < count; ++i) {
       launch.groups[i] = step.groups[first + i];

@@ -63,9 +63,7 @@ class AdamCudaTable {
 
   CudaDevice& device_;
   SegmentTable segments_;
-  std::vector<AdamRow> rows_;
-  std::vector<uint32_t> places_;
-  std::vector<AdamCudaRow> cuda_rows_;
+  std::vector<AdamCudaRow> rows_;
   std::vector<AdamCudaRow> uploaded_rows_;  // the content of device_rows_
   std::vector<uint8_t> used_;               // what device_used_ holds, if that is known
   bool is_used_known_ = false;

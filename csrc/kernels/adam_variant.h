@@ -41,6 +41,7 @@ struct AdamRow {
   DType state_dtype = DType::kFloat32;  // of m, v and vmax: float32, bfloat16; float64 with a float64 parameter
   AdamWeight weight = AdamWeight::kParam;
 
+  bool operator==(const AdamRow&) const = default;
   AdamVariant variant() const { return {p_dtype, state_dtype, weight, vmax != nullptr}; }
 };
 

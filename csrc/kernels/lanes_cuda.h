@@ -80,6 +80,20 @@ inline constexpr int kSizeOf = static_cast<int>(size_of(kType));
 template <DType kType>
 using RealOf = std::conditional_t<kType == DType::kFloat64, double, float>;
 
+// Calls use.template operator()<dtype>() for the float dtypes; others are refused by the host, which knows them.
+template <class Use>
+__device__ __forceinline__ void with_float_dtype(DType dtype, const Use& use) {
+  if (dtype == DType::kFloat32) {
+    use.template operator()<DType::kFloat32>();
+  } else if (dtype == DType::kBFloat16) {
+    use.template operator()<DType::kBFloat16>();
+  } else if (dtype == DType::kFloat16) {
+    use.template operator()<DType::kFloat16>();
+  } else if (dtype == DType::kFloat64) {
+    use.template operator()<DType::kFloat64>();
+  }
+}
+
 // kNumel consecutive elements, not converted: several can be loaded, all in flight at once, before the first is used.
 template <DType kType, int kNumel>
 struct Lanes {

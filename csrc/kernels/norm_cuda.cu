@@ -113,12 +113,6 @@ __device__ __forceinline__ void sum_chunk(const char* data, int numel, double (&
   for_my_elements<kRows>(is_aligned, numel, take, take_one);
 }
 
-template <DType kType>
-__device__ __forceinline__ void sum_chunk_of(const NormCudaRow& row, Chunk chunk, double (&lanes)[kFour]) {
-  sum_chunk<kType>(static_cast<const char*>(row.data) + chunk.begin * kSizeOf<kType>, static_cast<int>(chunk.numel),
-                   lanes);
-}
-
 __global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_constant__ SumsqLaunch launch) {
   BW_SHARED(double, sums, kWarps);
   int64_t r = 0;
@@ -127,22 +121,10 @@ __global__ void __launch_bounds__(kBlockThreads, 4) sumsq_kernel(const __grid_co
     const NormCudaRow& row = launch.rows[r];
     const Chunk chunk = chunk_of_row(row, index - launch.first_chunk[r]);
     double lanes[kFour] = {};
-    switch (row.dtype) {
-      case DType::kFloat32:
-        sum_chunk_of<DType::kFloat32>(row, chunk, lanes);
-        break;
-      case DType::kBFloat16:
-        sum_chunk_of<DType::kBFloat16>(row, chunk, lanes);
-        break;
-      case DType::kFloat16:
-        sum_chunk_of<DType::kFloat16>(row, chunk, lanes);
-        break;
-      case DType::kFloat64:
-        sum_chunk_of<DType::kFloat64>(row, chunk, lanes);
-        break;
-      default:  // refused by the host, which knows the rows
-        break;
-    }
+    with_float_dtype(row.dtype, [&]<DType kType>() {
+      sum_chunk<kType>(static_cast<const char*>(row.data) + chunk.begin * kSizeOf<kType>, static_cast<int>(chunk.numel),
+                       lanes);
+    });
     const double total = fold_block(lanes, sums);
     if (threadIdx.x == 0) {
       launch.partial[index] = total;
@@ -255,19 +237,23 @@ __global__ void __launch_bounds__(kBlockThreads, 4) accumulate_kernel(const __gr
   }
 }
 
+using AccumulateKernel = void (*)(AccumulateLaunch);
+
+// Null for dtypes that do not go together.
 template <DType kShard>
-int launch_accumulate_into(const AccumulateLaunch& launch, void* stream) {
-  const int64_t blocks = blocks_for(launch.sums.chunks, launch.sums.max_blocks);
-  switch (launch.dtype) {
-    case DType::kFloat32:
-      return launch_kernel(&accumulate_kernel<kShard, DType::kFloat32>, blocks, stream, launch);
-    case DType::kBFloat16:
-      return launch_kernel(&accumulate_kernel<kShard, DType::kBFloat16>, blocks, stream, launch);
-    case DType::kFloat16:
-      return launch_kernel(&accumulate_kernel<kShard, DType::kFloat16>, blocks, stream, launch);
-    default:
-      return cudaErrorInvalidValue;
+AccumulateKernel accumulate_kernel_of(DType dtype) {
+  return dtype == DType::kFloat32    ? &accumulate_kernel<kShard, DType::kFloat32>
+         : dtype == DType::kBFloat16 ? &accumulate_kernel<kShard, DType::kBFloat16>
+         : dtype == DType::kFloat16  ? &accumulate_kernel<kShard, DType::kFloat16>
+                                     : nullptr;
+}
+AccumulateKernel accumulate_kernel_of(DType shard, DType dtype) {
+  if (shard == DType::kFloat64 && dtype == DType::kFloat64) {
+    return &accumulate_kernel<DType::kFloat64, DType::kFloat64>;
   }
+  return shard == DType::kFloat32    ? accumulate_kernel_of<DType::kFloat32>(dtype)
+         : shard == DType::kBFloat16 ? accumulate_kernel_of<DType::kBFloat16>(dtype)
+                                     : nullptr;
 }
 
 }  // namespace
@@ -277,22 +263,11 @@ int launch_sumsq(const SumsqLaunch& launch, void* stream) {
 }
 
 int launch_accumulate(const AccumulateLaunch& launch, void* stream) {
-  if (launch.world < 1 || launch.world > AccumulateLaunch::kMaxWorld) {
+  const AccumulateKernel kernel = accumulate_kernel_of(launch.shard_dtype, launch.dtype);
+  if (kernel == nullptr || launch.world < 1 || launch.world > AccumulateLaunch::kMaxWorld) {
     return cudaErrorInvalidValue;
   }
-  switch (launch.shard_dtype) {
-    case DType::kFloat32:
-      return launch_accumulate_into<DType::kFloat32>(launch, stream);
-    case DType::kBFloat16:
-      return launch_accumulate_into<DType::kBFloat16>(launch, stream);
-    case DType::kFloat64:
-      return launch.dtype == DType::kFloat64
-                 ? launch_kernel(&accumulate_kernel<DType::kFloat64, DType::kFloat64>,
-                                 blocks_for(launch.sums.chunks, launch.sums.max_blocks), stream, launch)
-                 : cudaErrorInvalidValue;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_kernel(kernel, blocks_for(launch.sums.chunks, launch.sums.max_blocks), stream, launch);
 }
 
 }  // namespace bucketwheel

@@ -15,6 +15,7 @@ struct NormCudaRow {
   int64_t numel;
   DType dtype;
   uint8_t is_summed;  // 0: padding of a shard, stored only
+  bool operator==(const NormCudaRow&) const = default;
 };
 
 // partial[c] = the sum of squares of chunk c (kNormChunkNumel elements) of the rows: steps 1 to 3 of [Note: order of

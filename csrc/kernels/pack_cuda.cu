@@ -98,41 +98,12 @@ __device__ __forceinline__ void take_chunk(char* to, const char* from, int numel
       });
 }
 
-template <DType kTo>
-__device__ __forceinline__ void take_chunk_to(char* to, const char* from, DType from_dtype, int numel, bool add) {
-  const auto take = [&]<DType kFrom>() {
-    if (add) {
-      take_chunk<kTo, kFrom, true>(to, from, numel);
-    } else if constexpr (kTo != kFrom) {
-      take_chunk<kTo, kFrom, false>(to, from, numel);
-    }
-  };
-  switch (from_dtype) {
-    case DType::kFloat32:
-      take.template operator()<DType::kFloat32>();
-      break;
-    case DType::kBFloat16:
-      take.template operator()<DType::kBFloat16>();
-      break;
-    case DType::kFloat16:
-      take.template operator()<DType::kFloat16>();
-      break;
-    case DType::kFloat64:
-      take.template operator()<DType::kFloat64>();
-      break;
-    default:
-      break;
-  }
-}
-
 __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_constant__ CopyLaunch launch) {
-  const CopyItem* const items = launch.items != nullptr ? launch.items : launch.inline_items;
-  const int64_t* const first_chunk = launch.items != nullptr ? launch.first_chunk : launch.inline_first_chunk;
   int64_t index = 0;
   for (int64_t chunk = blockIdx.x; chunk < launch.chunks; chunk += gridDim.x) {
-    index = row_of_chunk(first_chunk, index, launch.item_count, chunk);
-    const CopyItem& item = items[index];
-    const int64_t begin = (chunk - first_chunk[index]) * kCopyCudaChunkNumel;
+    index = row_of_chunk(launch.first_chunk, index, launch.item_count, chunk);
+    const CopyItem& item = launch.items[index];
+    const int64_t begin = (chunk - launch.first_chunk[index]) * kCopyCudaChunkNumel;
     const int64_t rest = item.numel - begin;
     const int numel = static_cast<int>(rest < kCopyCudaChunkNumel ? rest : kCopyCudaChunkNumel);
     char* to = static_cast<char*>(item.to) + begin * static_cast<int64_t>(size_of(item.to_dtype));
@@ -159,22 +130,15 @@ __global__ void __launch_bounds__(kBlockThreads, 4) copy_kernel(const __grid_con
       }
       continue;
     }
-    switch (item.to_dtype) {  // other pairs are refused by the host, which knows the items
-      case DType::kFloat32:
-        take_chunk_to<DType::kFloat32>(to, from, from_dtype, numel, item.add);
-        break;
-      case DType::kBFloat16:
-        take_chunk_to<DType::kBFloat16>(to, from, from_dtype, numel, item.add);
-        break;
-      case DType::kFloat16:
-        take_chunk_to<DType::kFloat16>(to, from, from_dtype, numel, item.add);
-        break;
-      case DType::kFloat64:
-        take_chunk_to<DType::kFloat64>(to, from, from_dtype, numel, item.add);
-        break;
-      default:
-        break;
-    }
+    with_float_dtype(item.to_dtype, [&]<DType kTo>() {
+      with_float_dtype(from_dtype, [&]<DType kFrom>() {
+        if (item.add) {
+          take_chunk<kTo, kFrom, true>(to, from, numel);
+        } else if constexpr (kTo != kFrom) {
+          take_chunk<kTo, kFrom, false>(to, from, numel);
+        }
+      });
+    });
   }
 }
 

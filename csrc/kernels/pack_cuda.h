@@ -8,18 +8,16 @@
 
 namespace bucketwheel {
 
-// Every item, as kernels/pack.h says. Up to kMaxInline items travel in the kernel's parameters, so such a launch needs no
-// device memory of its own, is independent of every other one, and a captured one is whole.
+// Every item, as kernels/pack.h says. The items travel in the kernel's parameters: a launch needs no device memory of its
+// own, is independent of every other one, and a captured one is whole.
 inline constexpr int64_t kCopyCudaChunkNumel = 16384;
 struct CopyLaunch {
-  static constexpr int64_t kMaxInline = 100;  // of 40 bytes: 4 KiB of parameters are what every CUDA version takes
-  const CopyItem* items = nullptr;            // in device memory; null: the inline ones
-  const int64_t* first_chunk = nullptr;       // [item_count + 1], chunks of kCopyCudaChunkNumel elements; likewise
+  static constexpr int64_t kMaxItems = 100;  // of 40 bytes: 4 KiB of parameters are what every CUDA version takes
   int64_t item_count = 0;
   int64_t chunks = 0;
   int max_blocks = 0;
-  CopyItem inline_items[kMaxInline] = {};
-  int64_t inline_first_chunk[kMaxInline + 1] = {};
+  CopyItem items[kMaxItems] = {};
+  int64_t first_chunk[kMaxItems + 1] = {};  // of each item, chunks of kCopyCudaChunkNumel elements; then all chunks
 };
 
 // to[i] = ((sources[0][i] + sources[1][i]) + ...) * factor / divisor, in float32 (float64: in float64), rounded once

@@ -9,11 +9,6 @@
 namespace bucketwheel {
 namespace {
 
-bool is_equal(const NormCudaRow& a, const NormCudaRow& b) {
-  return a.data == b.data && a.begin == b.begin && a.numel == b.numel && a.dtype == b.dtype &&
-         a.is_summed == b.is_summed;
-}
-
 size_t partial_bytes(int64_t chunks) { return static_cast<size_t>(std::max<int64_t>(1, chunks)) * sizeof(double); }
 
 }  // namespace
@@ -24,15 +19,14 @@ SumsqCudaTable::SumsqCudaTable(CudaDevice& device)
 void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* total, Stream& stream) {
   std::vector<NormCudaRow> cuda_rows;
   SegmentTable segments(kNormChunkNumel);
-  std::vector<int64_t> first_chunk{0};
-  for (size_t r = 0; r < rows.size(); ++r) {
-    segments.add(rows[r].numel);
-    first_chunk.push_back(segments.chunks());
-    cuda_rows.push_back({rows[r].data, 0, rows[r].numel, rows[r].dtype, 1});
+  for (const NormRow& row : rows) {
+    segments.add(row.numel);
+    cuda_rows.push_back({row.data, 0, row.numel, row.dtype, 1});
   }
   if (rows.empty()) {
     return;
   }
+  std::vector<int64_t> first_chunk(segments.first_chunks().begin(), segments.first_chunks().end());
   const auto row_count = static_cast<int64_t>(rows.size());
   first_chunk.insert(first_chunk.end(), {0, row_count});  // of the total, whose chunks are the rows
   CudaGuard guard(device_.id().index);
@@ -60,7 +54,7 @@ void SumsqCudaTable::run(std::span<const NormRow> rows, double* sums, double* to
 
 void SumsqCudaTable::upload_tables(std::vector<NormCudaRow> rows, std::span<const int64_t> first_chunk, int64_t chunks,
                                    Stream& stream) {
-  if (!was_captured_ && std::equal(rows.begin(), rows.end(), rows_.begin(), rows_.end(), is_equal)) {
+  if (!was_captured_ && rows == rows_) {
     return;
   }
   rows_.clear();

@@ -43,7 +43,7 @@ struct State {
     for (size_t r = 0; r < kRows; ++r) {
       rows[r].place = static_cast<uint32_t>(hash(r) % kParams);
       rows[r].param = static_cast<uint32_t>(r);  // of no consequence here
-      rows[r].group = static_cast<uint32_t>(hash(rows[r].place + 1) % kGroups);
+      rows[r].group = static_cast<int32_t>(hash(rows[r].place + 1) % kGroups);
       std::memset(static_cast<void*>(&scalars[r]), 0xff, sizeof(AdamCudaScalars));
     }
     for (uint32_t g = 0; g < kGroups; ++g) {
@@ -63,7 +63,7 @@ struct State {
     out.average = 0.125;
     out.noop = &noop;
     out.counts_steps = counts_steps;
-    out.first_group = first_group;
+    out.first_group = static_cast<int32_t>(first_group);
     out.group_count = static_cast<int32_t>(last_group - first_group);
     for (uint32_t g = first_group; g < last_group; ++g) {
       out.groups[g - first_group] = group_of(g);

@@ -57,27 +57,22 @@ struct Items {
     items.back().from = nullptr;
   }
 
-  // In a launch whose items are in its parameters as far as they fit, and in "device memory".
   void copy(int max_blocks) const {
     const std::vector<int64_t> first_chunk = chunk_starts(sizes, kCopyCudaChunkNumel);
-    for (const bool is_inline : {true, false}) {
-      CopyLaunch launch = {items.data(), first_chunk.data(), static_cast<int64_t>(items.size()), first_chunk.back(),
-                           max_blocks};
-      if (is_inline) {
-        CHECK(launch.item_count <= CopyLaunch::kMaxInline);
-        launch.items = nullptr;
-        launch.first_chunk = nullptr;
-        std::copy(items.begin(), items.end(), launch.inline_items);
-        std::copy(first_chunk.begin(), first_chunk.end(), launch.inline_first_chunk);
+    CopyLaunch launch;
+    launch.item_count = static_cast<int64_t>(items.size());
+    launch.chunks = first_chunk.back();
+    launch.max_blocks = max_blocks;
+    CHECK(launch.item_count <= CopyLaunch::kMaxItems);
+    std::copy(items.begin(), items.end(), launch.items);
+    std::copy(first_chunk.begin(), first_chunk.end(), launch.first_chunk);
+    for (size_t item = 0; item < items.size(); ++item) {
+      for (int64_t i = 0; i < sizes[item]; ++i) {
+        to[item].set(i, before[item].get(i));
       }
-      for (size_t item = 0; item < items.size(); ++item) {
-        for (int64_t i = 0; i < sizes[item]; ++i) {
-          to[item].set(i, before[item].get(i));
-        }
-      }
-      CHECK(launch_copy(launch, nullptr) == cudaSuccess);
-      expect_copied();
     }
+    CHECK(launch_copy(launch, nullptr) == cudaSuccess);
+    expect_copied();
     expect_copied_on_the_cpu();
   }
 
@@ -183,14 +178,17 @@ TEST(more_elements_than_32_bits_count) {
   const Reserved narrow(static_cast<size_t>(kNumel) * 2);
   const Reserved sum(static_cast<size_t>(kNumel) * 2);
   const CopyItem item = {narrow.as<void>(), wide.as<void>(), kNumel, DType::kBFloat16, DType::kFloat32};
-  const std::vector<int64_t> first_chunk = chunk_starts({kNumel}, kCopyCudaChunkNumel);
-  const int64_t chunks = first_chunk.back();
+  const int64_t chunks = chunk_starts({kNumel}, kCopyCudaChunkNumel).back();
   const int64_t begin = (chunks - 2) * kCopyCudaChunkNumel;
   for (int64_t i = begin - 10; i < kNumel; ++i) {
     wide.as<float>()[i] = static_cast<float>(1 + i % 251);
   }
   const fake_cuda::OnlyBlocks last(static_cast<uint64_t>(chunks) - 2, static_cast<uint64_t>(chunks));
-  CopyLaunch copy = {&item, first_chunk.data(), 1, chunks, 1 << 30};
+  CopyLaunch copy;
+  copy.items[0] = item;
+  copy.first_chunk[1] = copy.chunks = chunks;
+  copy.item_count = 1;
+  copy.max_blocks = 1 << 30;
   CHECK(launch_copy(copy, nullptr) == cudaSuccess);
   ReduceLaunch launch;
   launch.to = sum.as<void>();

@@ -15,7 +15,6 @@ from bucketwheel.comm.backends import LocalWorld
 from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest, all_gather, reduce_scatter
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.kernels.ops import adam_step, l2_norm
-from bucketwheel.native import core
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 
 N = 4
@@ -103,7 +102,6 @@ DOORS: dict[str, tuple[str, Callable[[Communicator, torch.Tensor], Any]]] = {
     "of a reducing request": ("outputs[0]", lambda comm, odd: ReduceScatterRequest(odd, like(odd), comm)),
     "reduced in place": ("tensor", lambda comm, odd: comm.all_reduce(odd)),
     "broadcast": ("tensor", lambda comm, odd: comm.broadcast(odd)),
-    "copied": ("inputs[0]", lambda comm, odd: core.copy_all([like(odd)], [odd])),
     "looked for": ("tensor", lambda comm, odd: comm.pool.holds(odd)),
     "measured": ("tensors[0]", lambda comm, odd: l2_norm([odd])),
     **{name: (f"{name}[0]", adam_with(i)) for i, name in enumerate(("params", "grads", "exp_avgs", "exp_avg_sqs"))},

@@ -46,18 +46,12 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-struct cudaDeviceProp {
-  char name[256];
-  int multiProcessorCount;
-  int major;
-  int minor;
-  int l2CacheSize;
-};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 cudaError_t cudaMalloc(void** data, size_t size_bytes);
 cudaError_t cudaFree(void* data);

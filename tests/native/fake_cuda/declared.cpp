@@ -65,8 +65,8 @@ void declare(const Says& it, const AdamScalarsLaunch& launch) {
   }
   it.writes(launch.steps, launch.param_count);
   for (int64_t r = 0; r < launch.row_count; ++r) {
-    const uint32_t group = launch.rows[r].group;
-    if (group >= launch.first_group && group - launch.first_group < static_cast<uint32_t>(launch.group_count)) {
+    const int32_t group = launch.rows[r].group - launch.first_group;
+    if (group >= 0 && group < launch.group_count) {
       it.writes(launch.scalars + r);
     }
   }
@@ -128,10 +128,8 @@ void declare(const Says& it, const ClipLaunch& launch) {
 }
 
 void declare(const Says& it, const CopyLaunch& launch) {
-  it.reads(launch.items, launch.item_count);
-  it.reads(launch.first_chunk, launch.item_count + 1);
   for (int64_t i = 0; i < launch.item_count; ++i) {
-    const CopyItem& item = launch.items != nullptr ? launch.items[i] : launch.inline_items[i];
+    const CopyItem& item = launch.items[i];
     it.reads(item.from, item.numel, item.from_dtype);
     if (item.from != nullptr || !item.add) {
       it.writes(item.to, item.numel, item.to_dtype);  // and reads, where it adds: a write is in order with both
