@@ -70,17 +70,17 @@ MAY_IMPORT = {
 # Lines of code (tests/lines.py --rooms) that a room may have. It goes down with the room. A change that raises it says in its
 # message what the room gained.
 BUDGETS = {
-    "csrc/base": 937,
-    "csrc/bindings": 3016,
+    "csrc/base": 771,
+    "csrc/bindings": 3272,
     "csrc/comm": 1273,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1874,
-    "csrc/comm/nccl": 1695,
+    "csrc/comm/nccl": 1682,
     "csrc/comm/peers": 732,
-    "csrc/device": 1196,
-    "csrc/kernels": 3786,
+    "csrc/device": 1188,
+    "csrc/kernels": 3665,
     "csrc/plan": 828,
-    "csrc/pool": 1508,
+    "csrc/pool": 1503,
     "python": 556,
     "python/checkpoint": 2810,
     "python/comm": 2092,
