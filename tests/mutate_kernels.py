@@ -29,6 +29,7 @@ def emulated(name: str) -> list[str]:
     return [f"tests/native/test_native.py::test_native[test_{name}_cuda-address]"]
 
 
+STREAMS = ["tests/conformance/optimizer/test_optim_streams.py"]
 RACES = ["tests/native/test_native.py::test_native[test_races-plain]"]
 
 
@@ -131,7 +132,7 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
     ]),
     ("arena.cpp", RACES, [
         ("the event of a place's first cell stands for all", "    if (event == nullptr || std::ranges::find", "    if (event == nullptr || i != place.first_cell || std::ranges::find"),
-        ("an event counts as done before it is", "    if (event->query()) {\n      done", "    if (event != nullptr) {\n      done"),
+        ("an event counts as done before it is", "    if (!belongs_to_graph(*event) && event->query()) {\n      done", "    if (!belongs_to_graph(*event)) {\n      done"),
         ("the last cell keeps its event", "      cell.event = event;\n", "      cell.event = i + 1 == place.end_cell && i != place.first_cell ? nullptr : event;\n"),
     ]),
     ("free_list.cpp", RACES, [
@@ -141,6 +142,27 @@ MUTANTS: list[tuple[str, list[str], list[tuple[str, str, str]]]] = [
     ]),
     ("local_cuda.cpp", RACES, [
         ("an operation is not behind its callers", "    stream_->wait(one->ready);\n", ""),
+    ]),
+    ("window.cpp", STREAMS, [
+        ("a write is not behind those of other streams", "      stream->wait(other->record());\n", "      (void)other;\n"),
+        ("a place is entered before its last use", "      stream != nullptr ? stream->wait(event) : (void)event->synchronize();\n", "      (void)event;\n"),
+        ("a launch is behind one of its streams", "      options.after.push_back(round.streams[i]->record());\n", "      (void)i;\n"),
+        ("a launch is not behind the prepared shards", "      options.after.push_back(prepared_);\n", ""),
+    ]),
+    ("window.cpp", ["tests/conformance/optimizer/test_bucket_slots.py"], [
+        ("a bucket is brought in before the last use of its place", "    stream->wait(event);\n  }\n  const CopyItem copy{", "    (void)event;\n  }\n  const CopyItem copy{"),
+    ]),
+    ("window.cpp", unit("arrivals"), [
+        ("gradients are dropped before their pack", "      stream->run([owners = std::move(owners)] {});\n", ""),
+    ]),
+    ("reductions.cpp", STREAMS, [
+        ("memory goes on before its operation", "places_.leave(one.memory, one.steps[0]->event());", "places_.leave(one.memory, nullptr);"),
+        ("an operation of the replicas is not behind the one before", "      one.steps.back()->event()};", "      };"),
+        ("a partial sum is not behind the last one there", "    after->insert(after->end(), events.begin(), events.end());\n", ""),
+        ("a window ends before its operations", "        handle->wait(stream.get());\n", "        (void)handle;\n"),
+    ]),
+    ("reductions.cpp", ["tests/conformance/collectives/test_replicas.py"], [
+        ("the groups take no turns", "reducers_.takes_turns && last_ != nullptr", "false"),
     ]),
 ]  # fmt: skip
 
