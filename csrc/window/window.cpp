@@ -206,7 +206,7 @@ void Window::store(const StoreAction& action, const Gradient& gradient, bool is_
       pack(bucket, action.late, false, {});
     }
     round.held.push_back(item);
-    held_bytes_ += static_cast<size_t>(item.part->numel) * size_of(gradient.dtype);
+    held_bytes_ += item.held_bytes();
     held_peak_bytes_ = std::max(held_peak_bytes_, held_bytes_);
     return;
   }
@@ -217,7 +217,7 @@ void Window::store(const StoreAction& action, const Gradient& gradient, bool is_
     enter(bucket, action.late, false, gradient.stream);
   }
   const CopyItem copy = item_of(bucket, round, item);
-  const auto run = [&] { write(round, gradient.stream, {&copy, 1}, action.add); };
+  const auto run = [&] { write(round, gradient.stream, {&copy, 1}, action.add || action.late); };
   if (is_on_cpu() && item.part->numel * static_cast<int64_t>(size_of(gradient.dtype)) > kMostHeldBytes) {
     aside_(run);  // for longer than the interpreter lets a thread keep the GIL
   } else {
@@ -240,13 +240,13 @@ void Window::pack(Bucket& bucket, bool late, bool to_launch, std::span<const int
     }
     const auto first = std::stable_partition(round.held.begin(), round.held.end(),
                                              [&](const Item& item) { return !are_same(item.gradient.stream, stream); });
-    bool reads = false;
+    bool reads = late;
     std::vector<std::shared_ptr<void>> owners;
     for (auto item = first; item != round.held.end(); ++item) {
       items.push_back(item_of(bucket, round, *item));
       reads = reads || item->add;
+      held_bytes_ -= item->held_bytes();
       owners.push_back(std::move(item->gradient.owner));
-      held_bytes_ -= static_cast<size_t>(item->part->numel) * size_of(item->gradient.dtype);
     }
     round.held.erase(first, round.held.end());
     write(round, stream, items, reads);
@@ -382,7 +382,7 @@ bool Window::close(const WindowVerdict& agreed, bool with_late, const StreamRef&
 
 void Window::drop_memory(Round& round) {
   for (const Item& item : round.held) {
-    held_bytes_ -= static_cast<size_t>(item.part->numel) * size_of(item.gradient.dtype);
+    held_bytes_ -= item.held_bytes();
   }
   round.held.clear();
   EventRef last;

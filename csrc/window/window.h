@@ -12,7 +12,7 @@
 //   absent     else
 //
 // [Note: packed in its stream] On CUDA an arriving gradient is *held*: its bucket keeps a reference, and nothing is
-// launched. When the bucket is full, one kernel for each stream in which gradients arrived, enqueued in that stream, packs
+// launched. When the bucket is launched, one kernel for each stream in which gradients arrived, enqueued in that stream, packs
 // them, casts to the dtype of the bucket and zeroes absent parts; the communicator's stream waits for one event of each; the
 // references are dropped. torch's caching allocator gives dropped memory to later work of the stream that it was allocated
 // in, or that it was recorded in, which is behind the kernel there, and nowhere else. A kernel in any other stream would read
@@ -137,6 +137,10 @@ class Window {
     const BucketPart* part;
     bool add;
     Gradient gradient;
+    // Of a reference; the memory of a gradient without one is the caller's until arrive() returns.
+    size_t held_bytes() const {
+      return gradient.owner == nullptr ? 0 : static_cast<size_t>(part->numel) * size_of(gradient.dtype);
+    }
   };
   enum class Phase : uint8_t {
     kEmpty,     // at first; of the first round from open(), of the late round from its launch

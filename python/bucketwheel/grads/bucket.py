@@ -3,6 +3,7 @@ gradients."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class GradBucket:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def params(self) -> list[int]:
         return [part.param for part in self.parts]
 

@@ -37,22 +37,6 @@ class WindowState(enum.Enum):
     CAPTURED = "captured"  # as EAGER, and part of a CUDA graph; also left when it is lost and forgotten
 
 
-class CapturedSide:
-    """What a bucket of a captured window has on the side, in the place of a `Lease`. Nobody has it after that bucket: its
-    tensor lives to the end of the window, so that the graph has it that long."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self.nbytes = memory.nbytes
-        self.is_live = True
-
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        return self._memory.view(dtype)
-
-    def release(self, after: Any = None) -> None:
-        self.is_live = False
-
-
 class Captures:
     """Which gradients of an optimizer are captured in a CUDA graph. ``is_capturable``: whether any may be.
 
