@@ -45,7 +45,7 @@ class Reducer(Protocol):
     def max_payload_bytes(self) -> int: ...
     @property
     def pool(self) -> Pool:
-        """Where the buckets of `_reduce_scatter_into` lie."""
+        """Where buckets lie, if they are not on the side in registered memory."""
 
     @property
     def _natives(self) -> tuple[Any, ...]:

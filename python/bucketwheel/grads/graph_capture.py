@@ -5,10 +5,11 @@ any window does; the graph has it, with the addresses, and nothing of it runs be
 
 - Nothing that a captured window reads is from outside: no gradient, no pending factor, no event. Replays come behind
   whatever their stream holds, and an eager window is joined to the stream that has closed it.
-- A bucket's memory is torch's, from the memory that belongs to the graph, and not the pool's, which would give it to
-  somebody else between two replays. The slots stay with the optimizer: graphs that write the same parameters never run at
-  once, so the next capture takes them again. Within a capture bytes go on from bucket to bucket behind the event of their
-  last reader, as those of a lease do.
+- A bucket has the place that it has in eager windows: the optimizer keeps the lease of all places until `close`, so that
+  nobody else gets the bytes between two replays. Graphs that write the same parameters never run at once, so they share the
+  places. Within a capture bytes go on from bucket to bucket behind the event of their last reader. What finds no place has
+  memory of the optimizer's own, for each capture anew, that stays until the optimizer's end (`Places::enter_side`,
+  csrc/window/places.h).
 - The host learns nothing of replays. What it knows of the shards is what it was at the end of the capture, which is what
   each replay leaves. Factors and sums are the device's once there has been a capture: what the host does to gradients
   between windows goes there as it is done, and nothing that was computed outside of a capture is taken for its own.

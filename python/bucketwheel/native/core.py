@@ -1,4 +1,4 @@
-"""The CPU module by the names that it binds: `core.Schedule` is the class of csrc/bindings/schedule_py.h.
+"""The CPU module by the names that it binds: `core.Window` is the class of csrc/bindings/window_py.h.
 
 The first use of a name finds or builds the module (`modules.native`). `core.pyi` beside this file is what type checkers and
 editors read; `python tests/stub.py` writes it.

@@ -618,7 +618,8 @@ class ShardedAdamW(Optimizer):
         - ``states``: all, and each that there is by its name, such as ``exp_avg``
         - ``pool``: reserved by the communicators' pools beside ``params``: ``planned`` for buckets, of which ``load`` are in use
           at once, what is on the ``side`` (``side_peak``: at most), and ``partial_sums`` with a ``replicate_group``
-        - ``buckets``, ``buckets_peak``: those alive now, the most so far; ``captured``: those of CUDA graphs
+        - ``buckets``, ``buckets_peak``: those that have memory now, the most so far; ``held``, ``held_peak``: gradients that
+          buckets on CUDA keep by reference until they are packed
         - ``bookkeeping``: step counts, factors, flags, sums of squares
         """
         return self._engine.memory()
