@@ -236,6 +236,7 @@ void Reductions::forget_captured() {
 }
 
 void Reductions::release(const StreamRef& stream) {
+  reducers_.tie = nullptr;  // from now on the groups fail apart
   retire(0, -1);
   if (sums_ != nullptr) {
     sums_->release(stream);

@@ -110,7 +110,7 @@ class Reductions {
   template <class Body>
   void failing_as_one(Body&& body);
 
-  const Reducers reducers_;
+  Reducers reducers_;
   Places& places_;
   const int limit_;
   const bool is_registered_;  // a bucket is reduced from its place and from nowhere else: window.h

@@ -35,14 +35,14 @@ bool are_same(const StreamRef& a, const StreamRef& b) {
 
 Window::Window(Reducers reducers, PoolRef side_pool, std::vector<BucketSpec> buckets, std::shared_ptr<GradTable> table,
                PoolPlan plan, PoolPlan sums_plan, const WindowOptions& options, const StreamRef& stream, Aside aside)
-    : reducers_(std::move(reducers)),
+    : comm_(reducers.shard),
       options_(options),
       aside_(std::move(aside)),
       table_(std::move(table)),
       places_of_(table_->sums.size()),
       schedule_(buckets_of(buckets, table_->sums.size()), static_cast<int>(buckets.size()), options.is_static),
-      places_(reducers_.shard->pool(), std::move(side_pool), std::move(plan), stream),
-      reductions_(reducers_, places_, options.max_inflight, options.is_registered, aside_) {
+      places_(comm_->pool(), std::move(side_pool), std::move(plan), stream),
+      reductions_(std::move(reducers), places_, options.max_inflight, options.is_registered, aside_) {
   std::vector<Reductions::Shard> shards;
   buckets_.reserve(buckets.size());  // places_of_ point into it
   for (BucketSpec& spec : buckets) {
@@ -153,14 +153,14 @@ void Window::enter(Bucket& bucket, bool late, bool to_launch, const StreamRef& s
                                      : places_.last_sharing(number) >= launched_;
   const bool is_early = !to_launch && waits_for_others;
   reductions_.make_room(is_early ? -1 : number);
-  Device& memory_of = reducers_.shard->pool()->device();
+  Device& memory_of = comm_->pool()->device();
   if (!is_early && places_.is_free(number)) {
     std::vector<EventRef> events;
     round.memory = places_.enter(number, &events);
     for (const EventRef& event : events) {
       stream != nullptr ? stream->wait(event) : (void)event->synchronize();
     }
-    if (reducers_.shard->pool()->is_poisoned() && !is_captured_) {
+    if (comm_->pool()->is_poisoned() && !is_captured_) {
       memory_of.fill(round.memory.data, kPoison, round.memory.size_bytes, stream.get());
     }
   } else {

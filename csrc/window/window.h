@@ -95,7 +95,7 @@ class Window {
   GradTable& table() { return *table_; }
   const Places& places() const { return places_; }
   const Reductions& reductions() const { return reductions_; }
-  DeviceId device() const { return reducers_.shard->device(); }
+  DeviceId device() const { return comm_->device(); }
   bool is_on_cpu() const { return device().kind == DeviceId::Kind::kCpu; }
   bool is_open() const { return is_open_; }
   bool is_foreign() const { return process_.is_foreign(); }
@@ -178,7 +178,7 @@ class Window {
   void drop_memory(Round& round);
 
   const MadeIn process_;
-  const Reducers reducers_;
+  const CommRef comm_;
   const WindowOptions options_;
   const Aside aside_;
   std::vector<Bucket> buckets_;

@@ -18,7 +18,8 @@ from tests.support.simulated_nccl import simulated
 pytestmark = pytest.mark.dist
 
 PACKAGE = Path(bw.__file__).resolve().parent
-ON_CUDA = {"python/bucketwheel/device", "python/bucketwheel/grads/graph_capture"}
+# The last one where a rank is ahead of the others, and takes more memory.
+ON_CUDA = {f"python/bucketwheel/{stem}" for stem in ("device", "grads/graph_capture", "pool/pool")}
 TRIP = Path(__file__).resolve().parents[1] / "trip.txt"
 
 
@@ -64,7 +65,7 @@ def test_a_steady_step_enters_the_listed_files(backend: str, rank_pool: Any) -> 
     """On simulated CUDA over the fake NCCL too, with those of the device and of captures."""
     listed = {stem for stem in stems() if stem.startswith("python/")}
     for found in rank_pool(2).run(entered, backend):
-        assert found == listed | (ON_CUDA if backend == "nccl" else set())
+        assert listed <= found <= listed | (ON_CUDA if backend == "nccl" else set())
     assert len(listed) <= 12
 
 

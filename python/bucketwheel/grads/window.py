@@ -359,6 +359,7 @@ class GradWindow:
     def accumulate(self, index: int, grad: Tensor) -> None:
         with self._native, torch.no_grad():
             self._has_repeats = True
+            self.expect_same_capture()  # before the deferred one goes
             deferred = self._native.take_deferred(index)
             grad = grad if deferred is None else deferred.add_(grad)
             self._native.give(index, grad, True, self._overlap and not self._no_sync_depth)
