@@ -20,11 +20,6 @@ any window does; the graph has it, with the addresses, and nothing of it runs be
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
