@@ -225,6 +225,13 @@ void Reductions::end_window(bool is_complete) {
 
 void Reductions::begin_capture() {
   last_ = nullptr;
+  for (Running& one : running_) {  // places forget their turns
+    for (Turn* const turn : {&one.memory, &one.partial}) {
+      if (turn->place != nullptr) {
+        *turn = {};
+      }
+    }
+  }
   if (sums_ != nullptr) {
     sums_->forget();
   }

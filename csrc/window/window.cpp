@@ -63,8 +63,8 @@ void Window::open(std::string_view found, const StreamRef& stream, bool is_captu
         round.streams.clear();
       }
     }
-    places_.forget();
     reductions_.begin_capture();
+    places_.forget();
   }
   launched_ = 0;
   prepared_in_ = stream;

@@ -26,7 +26,7 @@ from tests.conformance.optimizer.test_optim_nccl import expect_free_running_step
 from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, Run, dyadic, loss_of, make_params, run_local
 from tests.support.replica_ranks import torch_groups, with_replicas
-from tests.support.simulated_cuda import posing
+from tests.support.simulated_cuda import Calls, posing
 from tests.support.simulated_nccl import simulated
 
 
@@ -281,3 +281,27 @@ def free_running_over_nccl(rank: int, world: int, takes_turns: bool) -> None:
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_over_nccl_backward_and_step_wait_for_nothing(rank_pool: Callable[[int], Any], takes_turns: bool) -> None:
     rank_pool(4).run(free_running_over_nccl, takes_turns)
+
+
+def waits_over_nccl(rank: int, world: int, takes_turns: bool) -> tuple[int, int]:
+    """How many buckets the first backward launches, and how many waits of streams it enqueues. No memory is used again."""
+    with simulated(), pytest.MonkeyPatch.context() as patch:
+        reducers = Replicas._reducers
+        patch.setattr(Replicas, "_reducers", lambda self: (*reducers(self)[:3], takes_turns))
+        params, groups = make_params(), torch_groups(rank, world, 2)
+        opt = ShardedAdamW(params, max_inflight_buckets=1000, **groups, **TINY)
+        launched: list[int] = []
+        opt._engine.grads._native.observe(lambda bucket, *_: launched.append(bucket))
+        calls = Calls()
+        Run(opt, params, rank, world).backward(0)
+        waits = calls.since()["stream_wait_event"]
+        opt.close()
+        return len(launched), waits
+
+
+@pytest.mark.dist
+def test_where_launches_have_no_order_each_bucket_waits_for_the_last_one(rank_pool: Callable[[int], Any]) -> None:
+    """docs/ordering.md: kernels of the two groups could start in different orders on two ranks, and wait for each other."""
+    free, in_turn = (rank_pool(4).run(waits_over_nccl, takes_turns) for takes_turns in (False, True))
+    for (buckets, waits), (same, more) in zip(free, in_turn, strict=True):
+        assert buckets == same > 10 and more == waits + buckets - 1
