@@ -267,6 +267,26 @@ inline HandleRef start_request(const Request& request, py::handle stream, const 
   return request.start(std::move(options));
 }
 
+// `full`, which the ranks share equally.
+inline View full_view(const Comm& comm, py::handle full) {
+  const dlpack::Described tensor = dlpack::describe_item(full, {"full", 0}, comm.device());
+  BW_EXPECTS(tensor.is_contiguous() && tensor.numel % comm.world() == 0,
+             "full must be contiguous and divisible by the world size (" + std::to_string(comm.world()) + "), got " +
+                 tensor.layout_text());
+  return {tensor.data, tensor.numel, tensor.dtype};
+}
+
+// The sums of `full` go to `sink` and nowhere else.
+inline HandleRef reduce_scatter_to_sink(Comm& comm, py::handle full, std::shared_ptr<ReduceSink> sink,
+                                        py::handle stream, const std::vector<HandleRef>& after, bool timing) {
+  const View tensor = full_view(comm, full);
+  const TensorPair pair{tensor, {nullptr, tensor.numel / comm.world(), tensor.dtype}};
+  IssueOptions options = issue_options(comm.device(), stream, after, timing);
+  options.keepalive.push_back(held(full));
+  const WithoutGil unlocked;
+  return comm.reduce_scatter({pair}, {}, std::move(sink), std::move(options));
+}
+
 inline void post_bytes(Comm& comm, const py::bytes& payload) {
   const std::string_view view = payload;
   const WithoutGil unlocked;  // another thread may be collecting, and need it
@@ -365,6 +385,7 @@ inline void bind_host_comms(py::module_& m) {
 inline void bind_comm(py::module_& m) {
   using Unlocked = py::call_guard<WithoutGil>;
   bind_handle(m);
+  const py::class_<ReduceSink, std::shared_ptr<ReduceSink>> sink(m, "ReduceSink");
   py::class_<Comm, CommRef>(m, "Comm")
       .def_property_readonly("rank", &Comm::rank)
       .def_property_readonly("world", &Comm::world)
@@ -376,6 +397,8 @@ inline void bind_comm(py::module_& m) {
       .def("all_gather", &all_gather_tensors, py::arg("outputs"), py::arg("inputs"), py::arg("stream") = py::none(),
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("reduce_scatter", &reduce_scatter_tensors, py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum",
+           py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
+      .def("reduce_scatter_to_sink", &reduce_scatter_to_sink, py::arg("full"), py::arg("sink").none(false),
            py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("all_reduce", &all_reduce_tensor, py::arg("tensor"), py::arg("op") = "sum", py::arg("stream") = py::none(),
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)

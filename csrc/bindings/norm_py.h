@@ -142,7 +142,7 @@ inline void bind_norm(py::module_& m) {
       "fold",
       [](const std::vector<double>& values) { return fold(values.data(), static_cast<int64_t>(values.size())); },
       py::arg("values"));
-  const py::class_<GradSink, std::shared_ptr<GradSink>> sink(m, "GradSink");
+  const py::class_<GradSink, ReduceSink, std::shared_ptr<GradSink>> sink(m, "GradSink");
   py::class_<PyShardAccumulator, GradSink, std::shared_ptr<PyShardAccumulator>>(m, "ShardAccumulator")
       .def(py::init<py::handle, const std::vector<std::pair<int64_t, int64_t>>&>(), py::arg("shard"),
            py::arg("segments"))
