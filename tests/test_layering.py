@@ -72,7 +72,7 @@ MAY_IMPORT = {
 # message what the room gained.
 BUDGETS = {
     "csrc/base": 771,
-    "csrc/bindings": 3271,
+    "csrc/bindings": 3290,
     "csrc/comm": 1273,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1874,
