@@ -208,7 +208,7 @@ def closed(comm: Communicator) -> None:
     later = all_gather(torch.empty_like(full), filled(comm, 10, 1.0), comm, timing=True)
     started = request.start()
     comm.close()
-    assert good.query() and later.synchronize(1.0).query() and good.is_ordered() and good.event.query()
+    assert good.query() and later.synchronize(1.0).query() and good._native.is_ordered and good.event.query()
     wait_all([later, good, started])
     assert_bitwise_equal(full, by_rank(comm, 10))
     assert (later.seq, started.seq) == (good.seq + 1, good.seq + 2) and good.elapsed_time(later) >= 0
