@@ -8,10 +8,10 @@
 //   in this window. Memory goes on when its operation has completed and not before, so that taking it never waits.
 // - On CUDA no arrival waits. The memory of a reduce-scatter that all ranks have issued goes to the next bucket at once, which
 //   the stream orders behind it. One that a peer has yet to issue keeps its memory: the stream would wait for that peer.
-// - On CUDA between hosts (not Comm::sees_peers()) a rank does not see what the others have issued. When a window closes
-//   they agree on whether all of them had launched every bucket before. If one had not, then in the next few windows no
-//   memory goes on to another bucket before the window ends, but for registered memory. (In the first such window memory goes on, and a stream may
-//   wait for a peer: if your ranks run different graphs, set max_inflight_buckets high.)
+// - On CUDA between hosts (not Comm::sees_peers()) a rank does not see which operations the others have issued. When a window
+//   closes they agree on whether all of them had launched every bucket before. If one had not, then in the next few windows
+//   no memory goes on to another bucket before the window ends, but for registered memory. (In the first such window memory
+//   goes on, and a stream may wait for a peer: if your ranks run different graphs, set max_inflight_buckets high.)
 //
 // Buckets that fill count beside these: gradients that have come must lie somewhere. docs/memory.md has what that makes
 // at most.
