@@ -37,6 +37,9 @@ def kernels() -> list[Kernel]:
         patch.setenv("BW_CUDA_ARCH_LIST", ARCHS)
         tools = toolchain.find_cuda_toolchain()
     BUILT.mkdir(parents=True, exist_ok=True)
+    for made in BUILT.glob("*.cu.o"):  # by a build that was cut off before its log was read
+        if not (BUILT / made.name.replace(".cu.o", ".ptxas")).exists():
+            made.unlink()
     recipe = compile.copy_sources(toolchain.read_recipe(ROOT / "csrc", module=CUDA), BUILT)
     compile.compile_module(recipe, tools, BUILT, BUILT / "build.log")
     # The log has what was compiled now; of the others, what ptxas said is kept.

@@ -227,9 +227,7 @@ class Replicas:
     def _plan_sums(self, shards: Sequence[tuple[int, torch.dtype]], limit: int) -> Plan:
         """Sums are in float32, or in float64."""
         ranks = self._replicate.size
-        sizes = [
-            -(-numel // ranks) * ranks * torch.promote_types(dtype, torch.float32).itemsize for numel, dtype in shards
-        ]
+        sizes = [-(-numel // ranks) * ranks * max(dtype.itemsize, 4) for numel, dtype in shards]
         return Plan.of_turns("sums", sizes, [(i, min(i + limit, len(sizes))) for i in range(len(sizes))])
 
     def _release(self) -> None:
