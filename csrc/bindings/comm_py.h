@@ -15,6 +15,7 @@
 
 #include "bindings/device_py.h"
 #include "bindings/dlpack.h"
+#include "bindings/error_py.h"
 #include "comm/comm.h"
 #include "comm/host/local.h"
 #include "comm/host/shm.h"
@@ -314,6 +315,38 @@ inline py::list collect_bytes(Comm& comm, std::optional<double> timeout) {
   return out;
 }
 
+// post() and collect(). What a signal handler raises ends the wait and aborts: the peers will find this rank at no later
+// round.
+inline py::list exchange_bytes(Comm& comm, const py::bytes& payload) {
+  post_bytes(comm, payload);
+  try {
+    return collect_bytes(comm, std::nullopt);
+  } catch (const py::error_already_set& error) {
+    comm.abort(error.type().attr("__name__").cast<std::string>() + " in exchange, while it waited for the others");
+    throw;
+  }
+}
+
+// Each handle's wait(stream). Where several fail, the error of the first; none is left unwaited for.
+inline void wait_all(const py::sequence& handles, const py::object& stream) {
+  std::optional<py::error_already_set> failure;
+  for (const py::handle handle : handles) {
+    try {
+      handle.attr("wait")(stream);
+    } catch (py::error_already_set& error) {
+      if (!error.matches(class_of(Error("")))) {
+        throw;
+      }
+      if (!failure) {
+        failure.emplace(error);
+      }
+    }
+  }
+  if (failure) {
+    throw py::error_already_set(*failure);
+  }
+}
+
 inline void bind_handle(py::module_& m) {
   using Unlocked = py::call_guard<WithoutGil>;
   py::class_<Handle, HandleRef>(m, "Handle")
@@ -406,12 +439,14 @@ inline void bind_comm(py::module_& m) {
            py::arg("after") = std::vector<HandleRef>(), py::arg("timing") = false)
       .def("post", &post_bytes, py::arg("payload"))
       .def("collect", &collect_bytes, py::arg("timeout") = py::none())
+      .def("exchange", &exchange_bytes, py::arg("payload"))
       .def("report_after",
            [](Comm& self, double seconds) { self.peers().health().reports().set_first(expect_timeout(seconds)); })
       .def("abort", &Comm::abort, py::arg("reason"), Unlocked())
       .def(
           "close", [](Comm& self, std::optional<double> timeout) { self.close(deadline_of(timeout)); },
           py::arg("timeout") = py::none(), Unlocked());
+  m.def("wait_all", &wait_all, py::arg("handles"), py::arg("stream") = py::none());
   py::class_<CallOfAll>(m, "PublicCall")
       .def(py::init<std::vector<CommRef>, std::string>(), py::arg("comms"), py::arg("name"))
       .def("__enter__", [](const CallOfAll& self) { self.note(true); })

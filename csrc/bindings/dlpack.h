@@ -246,9 +246,9 @@ inline std::shared_ptr<void> hold(py::handle object) {
 }
 
 // A borrowed look, as describe() has it, without the copies. False, and no Python error, for what is no tensor, and for
-// what describe() does not take.
-inline bool look_at(py::handle object, TensorAbi* tensor) {
-  if (!is_tensor(object) || is_negative_view(object)) {
+// what describe() does not take. `may_be_negative`: whether to ask.
+inline bool look_at(py::handle object, TensorAbi* tensor, bool may_be_negative = true) {
+  if (!is_tensor(object) || (may_be_negative && is_negative_view(object))) {
     return false;
   }
   if (torch_api().api->tensor_from_object(object.ptr(), tensor) != 0) {

@@ -16,6 +16,7 @@
 #include "bindings/peers_py.h"
 #include "bindings/placement_py.h"
 #include "bindings/pool_py.h"
+#include "bindings/step_py.h"
 #include "bindings/window_py.h"
 
 PYBIND11_MODULE(_cpu, m) {
@@ -37,4 +38,5 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_placement(m);
   bucketwheel::bind_grad_table(m);
   bucketwheel::bind_window(m);
+  bucketwheel::bind_step(m);
 }

@@ -51,6 +51,18 @@ inline bool are_same_objects(py::handle a, py::handle b) {
   return true;
 }
 
+// Where tensors lie, as uint64; 0: in no memory.
+inline py::bytes addresses_of(const py::list& tensors) {
+  std::vector<uint64_t> out;
+  out.reserve(tensors.size());
+  for (const py::handle tensor : tensors) {
+    dlpack::TensorAbi found;
+    const bool has_memory = dlpack::look_at(tensor, &found, false);
+    out.push_back(has_memory ? reinterpret_cast<uintptr_t>(found.data) + found.byte_offset : 0);
+  }
+  return bytes_of(out);
+}
+
 // Attributes and methods of tensors and of the owner.
 struct WindowNames {
   PyObject* grad = PyUnicode_InternFromString("grad");
@@ -408,7 +420,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     TensorAbi tensor;
     const bool may_be_reducers =
         expects_reducers_ && py::object(param.placeholder.attr(WindowNames::all().is_in_reducer)).ptr() == Py_True;
-    if (may_be_reducers || !is_plain(param, grad, &tensor)) {
+    if (may_be_reducers || !is_plain(param, grad, held != nullptr, &tensor)) {
       grad = owner().attr("as_plain")(index, grad);
       look_again(grad, &tensor);
     }
@@ -524,11 +536,12 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
   }
 
-  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere.
-  bool is_plain(const Param& known, const py::object& grad, TensorAbi* tensor) const {
+  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere, and its
+  // negative views are parts of complex tensors, with gaps where they have several elements.
+  bool is_plain(const Param& known, const py::object& grad, bool is_autograds, TensorAbi* tensor) const {
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
-        !dlpack::look_at(grad, tensor) || (tensor->data == nullptr && known.numel != 0) ||
-        dlpack::device_of(tensor->device) != window_->device() ||
+        !dlpack::look_at(grad, tensor, !is_autograds || known.numel == 1) ||
+        (tensor->data == nullptr && known.numel != 0) || dlpack::device_of(tensor->device) != window_->device() ||
         tensor->ndim != static_cast<int32_t>(known.shape.size()) || dlpack::find_dtype(tensor->dtype) != known.dtype) {
       return false;
     }
@@ -613,6 +626,7 @@ inline void bind_verdict(py::module_& m) {
 inline void bind_window(py::module_& m) {
   bind_verdict(m);
   m.def("are_same_objects", &are_same_objects, py::arg("a"), py::arg("b"));
+  m.def("addresses", &addresses_of, py::arg("tensors"));
   py::class_<PyWindow, std::shared_ptr<PyWindow>>(m, "Window")
       .def(py::init(&make_window), py::arg("comms"), py::arg("tie"), py::arg("side_pool"), py::arg("buckets"),
            py::arg("table"), py::arg("plans"), py::arg("max_inflight"), py::arg("flags"), py::arg("owner"),

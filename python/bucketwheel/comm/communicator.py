@@ -10,9 +10,9 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from bucketwheel.torch_internals import increment_version, keep_out_of_graphs, t
 _USUAL_S = 600.0  # where no process group has a timeout
 _LONGEST_S = 365.0 * 86_400.0  # as in the bindings' expect_timeout
 
-_Type = TypeVar("_Type", bound=type)
 
 _numbers = itertools.count()
 _open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -106,6 +105,7 @@ class Communicator:
     def _finish(self, native_comm: Any, ranks: RankGroup, choices: NcclChoices) -> Communicator:
         self._native = native_comm
         self._natives = (native_comm,)
+        self._exchange = native_comm.exchange
         native_comm.report_after(patience.PATIENCE.report_s)
         self._ranks = ranks
         self._choices = choices
@@ -285,9 +285,7 @@ class Communicator:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
-        self._native.post(payload if type(payload) is bytes else payload_of(payload))
-        with self._aborting_when_interrupted("exchange"):
-            return list(self._native.collect())
+        return self._native.exchange(payload if type(payload) is bytes else payload_of(payload))
 
     @contextlib.contextmanager
     def _aborting_when_interrupted(self, where: str) -> Iterator[None]:
@@ -369,10 +367,10 @@ class Communicator:
 
     # --- what the optimizer uses: nothing here tells autograd about a write -------------------------------------------
 
-    def _all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, *, after: Sequence[Handle] = ()) -> Handle:
+    def _all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Handle:
         """`all_gather` of one tensor, in `gathers`."""
         comm = self.gathers
-        return Handle(comm._native.all_gather([full], [shard], after=[one._native for one in after]), comm)
+        return Handle(comm._native.all_gather([full], [shard]), comm)
 
     # --- as a `Reducer` (comm/replicas.py) without replicas ----------------------------------------------------------
 
@@ -471,23 +469,3 @@ def _close_open(grace_s: float) -> None:
 @functools.cache
 def _close_all_at_exit() -> None:
     atexit.register(_close_all)
-
-
-def name_methods(prefix: str, *names: str) -> Callable[[_Type], _Type]:
-    """A decorator of classes: the methods ``names`` are public calls of the object, to the ranks of its ``_natives``.
-    [Note: who is missing], csrc/comm/public_call.h."""
-
-    def named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with core.PublicCall(self._natives, name):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    def decorate(cls: _Type) -> _Type:
-        for name in names:
-            setattr(cls, name, named(getattr(cls, name), prefix + name))
-        return cls
-
-    return decorate

@@ -8,7 +8,7 @@ from typing import Any
 
 from bucketwheel.comm.arguments import seconds_of
 from bucketwheel.device import native_stream
-from bucketwheel.errors import Error
+from bucketwheel.native import core
 
 
 class Handle:
@@ -100,11 +100,4 @@ def wait_all(handles: Iterable[Handle], stream: Any = None) -> None:
     for index, handle in enumerate(handles):
         if not hasattr(handle, "wait"):
             raise TypeError(f"handles[{index}] is {handle!r}, expected a handle")
-    error: Error | None = None
-    for handle in handles:
-        try:
-            handle.wait(stream)
-        except Error as failure:
-            error = error or failure
-    if error is not None:
-        raise error
+    core.wait_all(handles, stream)

@@ -56,6 +56,10 @@ class Reducer(Protocol):
         """The communicator of the replicas, beside the one that gradients are sharded over."""
 
     def exchange(self, payload: bytes) -> list[bytes]: ...
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        """The same, of bytes alone."""
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> Handle: ...
     def _reducers(self) -> tuple[list[Any], Any, bool, bool]:
         """Native ``Reducers``, as `core.Window` takes them: communicators, their ``Tie``, defers, takes_turns."""
@@ -176,6 +180,8 @@ class Replicas:
         """`Communicator.exchange`, of all ranks of both groups."""
         with self._failing_as_one():
             return self._spread(self.shard.exchange(payload))
+
+    _exchange = exchange  # as a `Reducer`
 
     def _spread(self, group: list[bytes]) -> list[bytes]:
         """The payloads of all shard groups by rank, from those of this one."""

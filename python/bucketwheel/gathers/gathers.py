@@ -12,12 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.comm import handle
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.handle import Handle
 from bucketwheel.device import stream_of
 from bucketwheel.gathers.forward_order import ForwardOrder
 from bucketwheel.gathers.module_hooks import CompileWatch, Prefetch, watch_compilations
@@ -34,10 +31,12 @@ class Gathers:
 
     def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
         self._comm = comm
+        self._device = comm.device
         self._params: list[Parameter] = []
         self._params_of_bucket: Sequence[Collection[int]] = []
         self._overlaps = overlaps
-        self._running: list[tuple[Handle, int]] = []  # of this step, with the bucket; until all have been waited for
+        # Handles of this step, with the bucket; until all have been waited for.
+        self.running: list[tuple[core.Handle, int]] = []
         self._order = ForwardOrder([])
         self._compiled = CompileWatch()
         self._prefetches: list[Prefetch] = []
@@ -48,7 +47,7 @@ class Gathers:
 
     def bind(self, infos: Sequence[ParamInfo], params_of_bucket: Sequence[Collection[int]]) -> None:
         """Says which parameters there are, and for every bucket those that it brings. Nothing is running."""
-        assert not self._running
+        assert not self.running
         self._params = [info.param for info in infos]
         self._params_of_bucket = params_of_bucket
         self._order = ForwardOrder(params_of_bucket)
@@ -61,9 +60,6 @@ class Gathers:
             return self._order.buckets
         return self._order.next_step(self._comm.rank, self._comm.exchange, self._comm.max_payload_bytes)
 
-    def start(self, bucket: int, full: Tensor, own: Tensor) -> None:
-        self._running.append((self._comm._all_gather_into(full, own), bucket))
-
     def leave_running(self) -> None:
         """The end of a step: what may be on its way is pending from now on, the rest arrives here."""
         if not self._overlaps:
@@ -71,11 +67,11 @@ class Gathers:
             return
         watch_compilations(self)  # again: torch._dynamo.reset() forgets
         self._thread = threading.get_ident()
-        handles: dict[int, list[Handle]] = {}
-        for gather, bucket in self._running:
+        handles: dict[int, list[core.Handle]] = {}
+        for gather, bucket in self.running:
             for index in self._params_of_bucket[bucket]:
                 handles.setdefault(index, []).append(gather)
-        now: dict[Handle, None] = {}
+        now: dict[core.Handle, None] = {}
         for index, brings in handles.items():
             param = self._params[index]
             # Another class may have handlers of its own, which would be lost.
@@ -83,15 +79,15 @@ class Gathers:
                 make_pending(param, Arrival(brings, stream_of(param.device), partial(self._order.note, index)))
             else:
                 now.update(dict.fromkeys(brings))
-        handle.wait_all(now)
+        core.wait_all(list(now))
 
     def wait_all(self) -> None:
         """Every parameter is that of the last step afterwards. Where gathers have failed: the error of the first, every
         time that this is asked or a parameter is read, until `detach`."""
-        if self._running:
+        if self.running:
             # What a capture that has failed left here never runs.
-            captured = core.is_capturing(self._comm.device)
-            handle.wait_all(gather for gather, _ in self._running if captured or not gather.is_captured)
+            captured = core.is_capturing(self._device)
+            core.wait_all([gather for gather, _ in self.running if captured or not gather.is_captured])
             self._forget()
 
     def wait_for(self, params: Collection[int]) -> None:
@@ -102,7 +98,7 @@ class Gathers:
     def _forget(self) -> None:
         for param in self._params if self._overlaps else ():
             forget(param)
-        self._running = []
+        self.running = []
 
     @property
     def pending(self) -> list[int]:

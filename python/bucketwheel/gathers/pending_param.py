@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.comm.handle import Handle
-from bucketwheel.device import stream_of
+from bucketwheel.device import native_stream, stream_of
+from bucketwheel.native import core
 
 _ATTRIBUTE = "_bucketwheel_arrival"
 _GRAD: Any = Tensor.__dict__.get("grad", torch._C.TensorBase.grad)
@@ -32,7 +32,7 @@ _GRAD: Any = Tensor.__dict__.get("grad", torch._C.TensorBase.grad)
 class Arrival(NamedTuple):
     """What stands between a parameter and its values; it hangs on the parameter, and goes when it has arrived."""
 
-    handles: Sequence[Handle]
+    handles: Sequence[core.Handle]
     stream: torch.cuda.Stream | None  # in which the step was taken; later code in it counts on the new values
     tell: Callable[[], object]  # called when torch has read the parameter, rather than a hook waited for it
 
@@ -69,7 +69,7 @@ def arrive(param: Tensor, *, is_read: bool = False) -> None:
         for handle in arrival.handles:
             handle.wait()
             if stream is not None and stream != stream_of(stream.device):
-                handle.wait(stream)
+                handle.wait(native_stream(stream))
         if is_read:
             arrival.tell()
     forget(param)

@@ -79,6 +79,7 @@ class ReducedGrads:
         self._replicate = replicate
         self._device = comm.device
         self._is_on_cpu = comm.device < 0
+        self._gathers = comm.gathers._native
         self._uploads = Uploads(comm.device)
         self._params: list[_Param] = []
         self._arrival_sums = core.ParamSums() if self._is_on_cpu else None
@@ -143,20 +144,20 @@ class ReducedGrads:
     def _everyone(self, own: Tensor, comm: Communicator | None = None) -> Tensor:
         """[ranks, n]: every rank's ``own`` [n]; of those of ``comm``, or among whom gradients are sharded. Host to host on the
         CPU, an all-gather on CUDA."""
-        comm = self.comm if comm is None else comm
         if not self._is_on_cpu:
-            gathered = own.new_empty(comm.size, own.numel())
-            comm._all_gather_into(gathered, own).wait()
+            gathers = self._gathers if comm is None else comm.gathers._native
+            gathered = own.new_empty(gathers.world, own.numel())
+            gathers.all_gather([gathered], [own]).wait()
             return gathered
-        return self._everyone_on_cpu(bytes(buffer_of(own)), own.dtype, comm)
+        return self._everyone_on_cpu(bytes(buffer_of(own)), own.dtype, self.comm if comm is None else comm)
 
     def _everyone_on_cpu(self, values: bytes, dtype: torch.dtype, comm: Communicator) -> Tensor:
         """`_everyone` of what ``values`` hold."""
-        step = comm.max_payload_bytes // 8 * 8
-        rounds = [comm.exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
+        step = core.MAX_PAYLOAD_BYTES // 8 * 8
+        rounds = [comm._exchange(values[at : at + step]) for at in range(0, max(len(values), 1), step)]
         joined = bytearray(b"".join(part for of_rank in zip(*rounds, strict=True) for part in of_rank))
         found = torch.frombuffer(joined, dtype=dtype) if joined else self._new(0, dtype=dtype)
-        return found.view(comm.size, len(values) // dtype.itemsize)
+        return found.view(len(rounds[0]), len(values) // dtype.itemsize)
 
     def _over_ranks(self, by_rank: Tensor) -> Tensor:
         """[n]: ``by_rank`` [ranks, n] added in rank order, so all ranks have the same bits."""

@@ -222,7 +222,7 @@ class GradWindow:
         digest = b"" if facts is None else facts.digest
         everyone = [
             other.split(b":", 1)
-            for other in self.comm.exchange(why.replace(":", "_").encode() + b":" + digest + payload)
+            for other in self.comm._exchange(why.replace(":", "_").encode() + b":" + digest + payload)
         ]
         payloads = [other[1] for other in everyone]
         if any(other[0] != everyone[0][0] for other in everyone):

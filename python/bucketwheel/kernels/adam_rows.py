@@ -230,7 +230,7 @@ class AdamRows:
         self._resync = resync
         self._param_of_row: list[int] = []
         self._param_index: Tensor | None = None  # CPU: `_param_of_row` as a tensor; None after a row was added
-        self._begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
+        self.begun: tuple[Any, ...] = ()  # CPU: groups and arguments of the step that has begun
         self._lr: list[Tensor | None] = []  # CUDA: of each group, read when the step runs
 
     def add(
@@ -288,12 +288,12 @@ class AdamRows:
         of_params = torch.ones(len(is_used), dtype=torch.float64, device="cpu") if factors is None else factors
         spread = (self.steps, is_used, of_params * average)
         steps, used_rows, row_factors = (tensor[self._param_index] for tensor in spread)
-        self._begun = (groups, core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors))
+        self.begun = (groups, core.AdamArguments(steps, 1.0, options, used=used_rows, factors=row_factors))
 
     def step(self, first_row: int = 0, last_row: int = -1) -> None:
         """Updates the rows [first_row, last_row) (to the end by default) with the scalars of `begin_step`; on CUDA it
         enqueues that."""
-        self.table.step(*self._begun, first_row, last_row)
+        self.table.step(*self.begun, first_row, last_row)
 
     def _lr_on_device(self, lr: float | Tensor) -> Tensor | None:
         """A learning rate that the device reads, as float32; None where it is a plain number (or a CPU tensor)."""

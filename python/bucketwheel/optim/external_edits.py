@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.nn import Parameter
 
 from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.native import core
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class ExternalEdits:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._params: list[Parameter] = []
-        self._pointers: list[int] = []  # where the parameters were when the optimizer took them, or bound them again
+        # uint64: where the parameters were when the optimizer took them, or bound them again.
+        self._addresses = b""
         self._versions: list[int] = []  # after our last write; for "error", which alone asks
         # From the loading of a state to the next step: the model may be loaded later, and that is no edit.
         self._is_loaded = False
@@ -42,7 +44,7 @@ class ExternalEdits:
         params = [info.param for info in infos]
         self._params += params
         self._versions += [param._version for param in params]
-        self._pointers += [param.data_ptr() for param in params]
+        self._addresses += core.addresses(params)
 
     @property
     def resync(self) -> bool:
@@ -53,13 +55,13 @@ class ExternalEdits:
         """These are the first from now on, and the others are not watched."""
         self._params = [self._params[i] for i in indices]
         self._versions = [self._versions[i] for i in indices]
-        self._pointers = [self._pointers[i] for i in indices]
+        self._addresses = b"".join(self._addresses[8 * i : 8 * i + 8] for i in indices)
 
     def find(self) -> Edits:
-        pointers = [param.data_ptr() for param in self._params]
-        moved: frozenset[int] = frozenset()
-        if pointers != self._pointers:
-            moved = frozenset(i for i, pointer in enumerate(pointers) if pointer != self._pointers[i])
+        now, moved = core.addresses(self._params), frozenset[int]()
+        if now != self._addresses:
+            before = memoryview(self._addresses).cast("Q")
+            moved = frozenset(i for i, address in enumerate(memoryview(now).cast("Q")) if address != before[i])
         refused = -1
         if self._policy == "error":
             versions = [] if self._is_loaded else [param._version for param in self._params]
@@ -75,7 +77,10 @@ class ExternalEdits:
 
     def note_bound(self, but: Collection[int] = ()) -> None:
         """The optimizer works on the parameters where they are now. Those of ``but`` count as moved until the next call."""
-        self._pointers = [-1 if i in but else param.data_ptr() for i, param in enumerate(self._params)]
+        now = bytearray(core.addresses(self._params))
+        for i in but:
+            now[8 * i : 8 * i + 8] = b"\xff" * 8
+        self._addresses = bytes(now)
 
     def expect_loaded_model(self) -> None:
         """A state was loaded, so the model may be loaded too: until the next step that is no edit, whatever ``policy`` is."""

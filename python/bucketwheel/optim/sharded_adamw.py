@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.comm.backends import LocalRank
-from bucketwheel.comm.communicator import Communicator, name_methods
+from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.public_call import name_methods
 from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
 from bucketwheel.grads.reduced import clip_coefficient

@@ -53,6 +53,7 @@ class Assembly:
 
     rows: AdamRows
     buckets: list[StepBucket]
+    steps: core.StepBuckets
     reduced: ReducedGrads
     grads: GradWindow
     states: list[dict[str, Tensor]]  # of each parameter, this rank's part
@@ -173,7 +174,7 @@ class ShardedEngine:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
         rows = self._new_rows()
-        cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows)
+        cut = cut_buckets(self.spaces, self.comm, rows)
         reduced = ReducedGrads(
             self.comm,
             1.0 / self.reducer.size if options.gradient_average else 1.0,
@@ -198,7 +199,7 @@ class ShardedEngine:
         )
         register_memory(self.comm, self.spaces, grads)
         self._gathers.bind(self.infos, [bucket.grads.params for bucket in cut.buckets])
-        return Assembly(rows, cut.buckets, reduced, grads, states)
+        return Assembly(rows, cut.buckets, cut.steps, reduced, grads, states)
 
     def expect_changeable(self, new: Sequence[ParamInfo], why: str) -> None:
         """RuntimeError or ValueError where `change` cannot be done. Local."""
@@ -278,11 +279,9 @@ class ShardedEngine:
                 given = StepInputs(param_groups, used, factors, reduced.average)
                 observed = [observe(given) for observe in self.step_observers]
                 rows.begin_step(param_groups, used, factors, reduced.average)
-                for bucket in (self._assembly.buckets[number] for number in order):
-                    if any(used[index] for index in bucket.grads.params):
-                        self.announce_write(bucket.grads.params)
-                        rows.step(bucket.first_row, bucket.last_row)
-                        self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+                if self.write_observers:
+                    self.announce_write([index for index, is_used in enumerate(used) if is_used])
+                self._assembly.steps.run(rows.table.step, rows.begun, order, used, self._gathers.running)
             torch.autograd.graph.increment_version(list(itertools.compress(grads.params, used)))
             self._edits.note_written()
             grads.is_used = True
@@ -294,9 +293,9 @@ class ShardedEngine:
     def _find_edits(self) -> Edits:
         """RuntimeError if a parameter was moved that cannot come back. Where it would come back over what others hold, its
         space has other flat memory afterwards."""
-        edits, fixed = self._edits.find(), self.comm.is_registered
+        edits = self._edits.find()
         flats = [space.flat for space in self.spaces] if edits.moved else []
-        leaving = [flat for flat in flats if flat.expect_bindable(edits.moved, is_registered=fixed)]
+        leaving = [flat for flat in flats if flat.expect_bindable(edits.moved, is_registered=self.comm.is_registered)]
         if leaving and not core.is_capturing(self.device):
             self.grads.captures.expect_none("parameters' memory was exchanged (p.data = ...)")
             self.param_sync()
@@ -304,10 +303,10 @@ class ShardedEngine:
             for flat in leaving:
                 flat.leave()
             self._edits.note_bound(but=edits.moved)
-            cut = cut_buckets(self.spaces, self.comm.rank, self.device, rows := self._new_rows())
+            cut = cut_buckets(self.spaces, self.comm, rows := self._new_rows())
             old = self._assembly
             buckets = [replace(new, grads=one.grads) for new, one in zip(cut.buckets, old.buckets, strict=True)]
-            self._assembly = replace(old, rows=rows, buckets=buckets)
+            self._assembly = replace(old, rows=rows, buckets=buckets, steps=cut.steps)
         return edits
 
     def _rebind(self, moved: Collection[int]) -> None:
@@ -360,8 +359,8 @@ class ShardedEngine:
         """Gathers what every rank's part of the parameters is now, which others than a step have written. Collective."""
         self.param_sync()
         try:
-            for bucket in self._assembly.buckets:
-                self._gathers.start(bucket.grads.index, bucket.full, bucket.own)
+            order, everything = range(len(self._assembly.buckets)), b"\1" * len(self.infos)
+            self._assembly.steps.run(None, (), order, everything, self._gathers.running)
         finally:
             self._gathers.leave_running()
         self.param_sync()

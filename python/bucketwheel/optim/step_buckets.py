@@ -29,10 +29,6 @@ from bucketwheel.pool.plan import expect_equal_plans
 @dataclass(frozen=True)
 class StepBucket:
     grads: GradBucket
-    full: Tensor  # the bucket's parameters
-    own: Tensor  # this rank's part of them
-    first_row: int
-    last_row: int
     by_rows: bool  # `packing.Bucket.by_rows`
 
 
@@ -41,17 +37,19 @@ class Cut:
     """The buckets in the order in which they fill if gradients come from the last parameter to the first."""
 
     buckets: list[StepBucket]
+    steps: core.StepBuckets  # their rows and gathers
     pieces: dict[int, list[ShardPiece]]  # of each parameter, by its index, what this rank owns
     row_sums: Tensor | None  # CUDA: where the accumulators write sums of squares, as `ReducedGrads` has them
 
 
-def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows) -> Cut:
-    """The buckets of all ``spaces`` (none: no buckets). Adds the segments of ``rank`` to ``rows``, bucket by bucket."""
+def cut_buckets(spaces: Sequence[Space], comm: Communicator, rows: AdamRows) -> Cut:
+    """The buckets of all ``spaces`` (none: no buckets). Adds the segments of this rank to ``rows``, bucket by bucket."""
+    rank, device = comm.rank, comm.device
     plans = rank_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
     counts = [0 if device == CPU else core.ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans]
     row_sums = None if device == CPU else torch.zeros(sum(counts), dtype=torch.float64, device=torch_device(device))
     begins = list(itertools.accumulate(counts, initial=0))
-    cut = Cut([], {index: [] for space in spaces for index in space.indices}, row_sums)
+    cut = Cut([], core.StepBuckets(), {index: [] for space in spaces for index in space.indices}, row_sums)
     for number, plan in enumerate(plans):
         space, bucket, segments = spaces[plan.space], plan.bucket, plan.segments
         params = space.indices
@@ -74,7 +72,9 @@ def cut_buckets(spaces: Sequence[Space], rank: int, device: int, rows: AdamRows)
         grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator, bucket.shard_numel)
         full = space.flat.flat.narrow(0, bucket.begin, numel)
         own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
-        cut.buckets.append(StepBucket(grads, full, own, first_row, first_row + len(segments), bucket.by_rows))
+        cut.buckets.append(StepBucket(grads, bucket.by_rows))
+        gather = core.make_request(comm.gathers._native, [full], [own])
+        cut.steps.add(grads.params, first_row, first_row + len(segments), gather)
     return cut
 
 

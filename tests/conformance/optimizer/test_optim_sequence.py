@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.conformance.optimizer import updates
+from tests.support.late_gathers import gathered_by
 from tests.support.optim_twins import TINY, Run, make_params, run_local
 
 
@@ -30,14 +30,17 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
     """Writes down what the optimizer does inside."""
     record = Record()
     engine: Any = opt._engine
-    gather, exchange = comm._all_gather_into, comm.exchange
+    steps, gathered, exchange = engine._assembly.steps, gathered_by(engine), comm._exchange
+
+    class Steps:
+        def run(self, step: Any, begun: Any, order: Sequence[int], used: bytes, running: list[Any]) -> None:
+            steps.run(step, begun, order, used, running)
+            for _, number in running:
+                full, own = gathered[number]
+                record.collectives.append(("gather", full.numel(), own.numel(), full.dtype))
 
     def reduced(bucket: int, late: bool, _: int) -> None:
         record.collectives.append(("reduce", bucket, late))
-
-    def all_gather_into(full: Tensor, shard: Tensor, **options: Any) -> Any:
-        record.collectives.append(("gather", full.numel(), shard.numel(), full.dtype))
-        return gather(full, shard, **options)
 
     def exchanged(payload: bytes) -> list[bytes]:
         why, is_reason, _ = payload[:40].partition(b":")
@@ -45,11 +48,12 @@ def recorded(opt: ShardedAdamW, comm: Communicator) -> Iterator[Record]:
         return exchange(payload)
 
     engine.grads._native.observe(reduced)
-    comm._all_gather_into = all_gather_into  # type: ignore[method-assign]
-    comm.exchange = exchanged  # type: ignore[method-assign]
+    engine._assembly = replace(engine._assembly, steps=Steps())
+    comm._exchange = exchanged
     yield record
     engine.grads._native.observe(lambda *_: None)
-    del comm._all_gather_into, comm.exchange  # those of the class again
+    engine._assembly = replace(engine._assembly, steps=steps)
+    comm._exchange = exchange
 
 
 def train(comm: Communicator, script: Callable[[Run], None], options: dict[str, Any]) -> Record:

@@ -234,7 +234,7 @@ def step_without_forward(comm: Communicator, overlaps: bool) -> list[Tensor]:
             loss.backward(retain_graph=True)  # type: ignore[union-attr]
         opt.step()
         engine: Any = opt._engine
-        assert not overlaps or len(pending(opt)) == 4 == len(engine._gathers._running)  # none of an older step
+        assert not overlaps or len(pending(opt)) == 4 == len(engine._gathers.running)  # none of an older step
         opt.zero_grad()
     opt.close()
     return [p.detach() for p in model.parameters()]
