@@ -5,7 +5,8 @@
 // is the last hook of its parameter: others may edit the gradient. A repeat finds the placeholder in p.grad, and autograd
 // would add to it, which goes through Python's dispatcher. So from the first repeat on a hook *before* accumulation takes the
 // placeholder out, or puts the deferred tensor of no_sync() in its place, and autograd hands over the next gradient, or adds
-// to the deferred one. Both are C functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is
+// to the deferred one. Where no gradient follows (torch.autograd.grad(), a hook that raises) the end of the backward puts
+// back what was taken. Both are C functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is
 // rare: a gradient that is no plain tensor in the order of its parameter, one that meets a pending factor, a hook that was
 // registered after ours, captures, errors.
 #pragma once
@@ -127,7 +128,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     for (size_t index = 0; index < params_.size(); ++index) {
       const Param& param = params_[index];
       const py::object grad = grad_of(param);
-      const bool is_placeholder = grad.is(param.placeholder) || (grad.is_none() && param.is_taken);
+      const bool is_placeholder = grad.is(param.placeholder) || (grad.is_none() && param.is_taken());
       found[index] = is_placeholder ? '\1' : grad.is_none() ? '\0' : '\2';
     }
     return found;
@@ -139,17 +140,17 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   py::bytes sweep() {
     std::string found = look();
     for (size_t i = 0; i < found.size(); ++i) {
-      const bool is_repeat = params_[i].is_taken;
-      if (is_repeat && found[i] == '\1') {  // a backward failed between our two hooks, or is there in another thread
+      const int64_t taken_in = params_[i].taken_in;
+      if (taken_in != -1 && found[i] == '\1') {  // a backward is between our two hooks, in another thread
         set_grad(params_[i], params_[i].placeholder);
-        params_[i].is_taken = true;
+        params_[i].taken_in = taken_in;
       }
       const py::object deferred = take_deferred(static_cast<int>(i));
       if (found[i] == '\1' && deferred) {
         take(static_cast<int>(i), deferred, nullptr, true, overlap_);
       } else if (found[i] == '\2') {
         const py::object grad = grad_of(params_[i]);
-        take(static_cast<int>(i), grad, nullptr, is_repeat, overlap_);
+        take(static_cast<int>(i), grad, nullptr, taken_in != -1, overlap_);
         set_grad(params_[i], params_[i].placeholder);
       }
       found[i] = found[i] == '\0' ? '\0' : '\1';
@@ -299,16 +300,29 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     int64_t numel;
     DType dtype;
     py::object deferred = {};  // from the end of no_sync(), until the next gradient or the close
-    // before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is added. Until then.
-    bool is_taken = false;
+    // The backward in which before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is
+    // added: until then, or until that backward ends. -1: it is not taken.
+    int64_t taken_in = -1;
+    bool is_taken() const { return taken_in != -1; }
   };
   struct Context {
     std::weak_ptr<PyWindow> window;
     int index;
+    int64_t task = -1;  // the backward of whose end the window has yet to be told
+    ~Context() {
+      const py::error_scope kept;
+      const std::shared_ptr<PyWindow> alive = window.lock();
+      if (task != -1 && alive != nullptr) {  // it has failed
+        try {
+          alive->end_backward(*this, nullptr, nullptr);
+        } catch (...) {  // NOLINT(bugprone-empty-catch): its own error is on its way
+        }
+      }
+    }
   };
   static py::object grad_of(const Param& param) { return param.param.attr(WindowNames::all().grad); }
   static void set_grad(Param& param, py::handle grad) {
-    param.is_taken = false;
+    param.taken_in = -1;
     if (PyObject_SetAttr(param.param.ptr(), WindowNames::all().grad, grad.ptr()) != 0) {
       throw py::error_already_set();
     }
@@ -329,7 +343,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     return owner;
   }
-  template <void (PyWindow::*kBody)(int, PyObject*, PyObject*)>
+  template <void (PyWindow::*kBody)(Context&, PyObject*, PyObject*)>
   static PyObject* call(PyObject* self, PyObject* argument) {
     auto* context = static_cast<Context*>(PyCapsule_GetPointer(self, nullptr));
     if (context == nullptr) {
@@ -338,7 +352,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     try {
       // Whoever is called may drop the hook, and the window.
       if (const std::shared_ptr<PyWindow> window = context->window.lock()) {
-        (window.get()->*kBody)(context->index, argument, self);
+        (window.get()->*kBody)(*context, argument, self);
       }
       Py_RETURN_NONE;
     } catch (py::error_already_set& error) {
@@ -348,8 +362,8 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     return nullptr;
   }
-  py::object function(PyMethodDef* method, int index) {
-    auto* context = new Context{weak_from_this(), index};
+  py::object function(PyMethodDef* method, int index, int64_t task = -1) {
+    auto* context = new Context{weak_from_this(), index, task};
     const py::capsule self(context, [](void* context) { delete static_cast<Context*>(context); });
     return py::reinterpret_steal<py::object>(PyCFunction_NewEx(method, self.ptr(), nullptr));
   }
@@ -368,37 +382,36 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
 
   bool is_idle() const { return is_ignored_ || is_released_ || window_->is_foreign(); }
 
-  void before_gradient(int index, PyObject*, PyObject*) {
-    if (is_idle()) {
+  void before_gradient(Context& context, PyObject* gradient, PyObject*) {
+    if (is_idle() || gradient == Py_None) {
       return;
     }
     const std::lock_guard inside(*this);
-    Param& param = at(index);
-    param.is_taken = false;
-    if (!grad_of(param).is(param.placeholder)) {
+    Param& param = at(context.index);
+    // A deferred gradient may be of a capture that has failed.
+    if (!grad_of(param).is(param.placeholder) || (param.deferred && is_capturable_) || !expect_end_of_backward()) {
       return;
     }
-    if (param.deferred && is_capturable_) {
-      return;  // it may be of a capture that has failed
-    }
-    const py::object deferred = take_deferred(index);
+    const py::object deferred = take_deferred(context.index);
     set_grad(param, deferred ? deferred : py::object(py::none()));
-    param.is_taken = !deferred;
+    param.taken_in = awaited_task_;
   }
 
-  void on_gradient(int index, PyObject* tensor, PyObject* self) {
+  void on_gradient(Context& context, PyObject* tensor, PyObject* self) {
     if (is_idle()) {
       return;
     }
     const std::lock_guard inside(*this);  // a thread that closes the window may take the gradient
+    const int index = context.index;
     Param& param = at(index);
-    const bool is_repeat = std::exchange(param.is_taken, false);
+    const int64_t taken_in = std::exchange(param.taken_in, -1);
+    const bool is_repeat = taken_in != -1;
     const py::object grad = grad_of(param);
     if (grad.is_none() || grad.is(param.placeholder)) {
       return;
     }
     if (!is_last(tensor, self)) {
-      param.is_taken = is_repeat;
+      param.taken_in = taken_in;
       return static_cast<void>(owner().attr("run_last")(index, py::handle(tensor)));
     }
     if (!is_repeat && deferred_count_ != 0) {
@@ -420,7 +433,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     TensorAbi tensor;
     const bool may_be_reducers =
         expects_reducers_ && py::object(param.placeholder.attr(WindowNames::all().is_in_reducer)).ptr() == Py_True;
-    if (may_be_reducers || !is_plain(param, grad, held != nullptr, &tensor)) {
+    if (may_be_reducers || !is_plain(param, grad, &tensor)) {
       grad = owner().attr("as_plain")(index, grad);
       look_again(grad, &tensor);
     }
@@ -468,34 +481,30 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     return expect_end_of_backward();
   }
 
-  // What is held is packed at the end of the backward that goes on. False outside of one.
+  // end_backward() is called when the backward that goes on ends, also where it fails. False outside of one.
   bool expect_end_of_backward() {
-    struct Engine {
-      py::object task_id = py::module_::import("torch").attr("_C").attr("_current_graph_task_id");
-      py::object queue = py::module_::import("torch")
-                             .attr("autograd")
-                             .attr("Variable")
-                             .attr("_execution_engine")
-                             .attr("queue_callback");
-    };
-    static Engine& engine = *new Engine;
-    const auto task = engine.task_id().cast<int64_t>();
-    if (task == -1) {
-      return false;
-    }
-    if (task != awaited_task_) {
-      if (!end_of_backward_) {
-        static PyMethodDef method = {"pack_held", &PyWindow::end_backward, METH_NOARGS, nullptr};
-        end_of_backward_ = function(&method, 0);
-      }
-      engine.queue(end_of_backward_);
+    const auto task = task_id_().cast<int64_t>();
+    if (task != -1 && task != awaited_task_) {
+      static PyMethodDef method = {"end_backward", &PyWindow::call_end, METH_NOARGS, nullptr};
+      queue_callback_(function(&method, -1, task));
       awaited_task_ = task;
     }
-    return true;
+    return task != -1;
   }
-  static PyObject* end_backward(PyObject* self, PyObject*) { return call<&PyWindow::pack_held>(self, Py_None); }
-  void pack_held(int, PyObject*, PyObject*) {
+  static PyObject* call_end(PyObject* self, PyObject*) { return call<&PyWindow::end_backward>(self, Py_None); }
+  void end_backward(Context& context, PyObject*, PyObject*) {
+    const int64_t task = std::exchange(context.task, -1);
     const std::lock_guard inside(*this);
+    for (Param& param : params_) {
+      if (param.taken_in == task) {  // and no gradient has followed
+        const py::object grad = grad_of(param);
+        if (!grad.is_none() && !grad.is(param.placeholder)) {
+          param.deferred = grad;
+          ++deferred_count_;
+        }
+        set_grad(param, param.placeholder);
+      }
+    }
     window_->pack_held();
   }
 
@@ -510,7 +519,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     for (size_t i = 0; i < placeholders.size(); ++i) {
       char& what = placeholders[i];
       has_plain = has_plain || what == '\2';
-      what = what == '\1' || params_[i].is_taken;  // a gradient that another thread is about to add
+      what = what == '\1' || params_[i].is_taken();  // a gradient that another thread is about to add
       has_any = has_any || what != 0;
     }
     const StreamRef stream = current();
@@ -536,12 +545,11 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
   }
 
-  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere, and its
-  // negative views are parts of complex tensors, with gaps where they have several elements.
-  bool is_plain(const Param& known, const py::object& grad, bool is_autograds, TensorAbi* tensor) const {
+  // Whether the tensor lies in memory as the parameter does. Autograd's zero tensors lie nowhere.
+  bool is_plain(const Param& known, const py::object& grad, TensorAbi* tensor) const {
     if (Py_TYPE(grad.ptr()) != reinterpret_cast<PyTypeObject*>(dlpack::torch_api().tensor_type) ||
-        !dlpack::look_at(grad, tensor, !is_autograds || known.numel == 1) ||
-        (tensor->data == nullptr && known.numel != 0) || dlpack::device_of(tensor->device) != window_->device() ||
+        !dlpack::look_at(grad, tensor) || (tensor->data == nullptr && known.numel != 0) ||
+        dlpack::device_of(tensor->device) != window_->device() ||
         tensor->ndim != static_cast<int32_t>(known.shape.size()) || dlpack::find_dtype(tensor->dtype) != known.dtype) {
       return false;
     }
@@ -563,7 +571,9 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   py::object owner_;
   std::vector<Param> params_;
   int deferred_count_ = 0;  // how many parameters have a deferred gradient
-  py::object end_of_backward_;
+  const py::object task_id_ = py::module_::import("torch._C").attr("_current_graph_task_id");
+  const py::object queue_callback_ =
+      py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine").attr("queue_callback");
   int64_t awaited_task_ = -1;  // the backward at whose end what is held is packed
   uint64_t capture_ = 0;       // the capture that the open window is part of; 0: none
   const bool overlap_;

@@ -96,7 +96,7 @@ bool Window::arrive(int param, const Gradient& gradient, bool add, bool launch) 
   const bool has_older = schedule_.has_stored(param) || table_->has_sum(param);
   const std::vector<Place>& places = places_of_[static_cast<size_t>(param)];
   if (schedule_.is_first(param) && (add || !has_older) && places.size() == 1) {
-    store({param, places[0].bucket, false, false}, gradient, false);
+    store({param, places[0].bucket, false, false}, gradient);
     if (schedule_.arrive(param, launch)) {
       launch_all(schedule_.ready(), gradient.stream);
     }
@@ -112,9 +112,7 @@ bool Window::arrive(int param, const Gradient& gradient, bool add, bool launch) 
     for (; launched < actions.launches.size() && actions.launches[launched].bucket < action.bucket; ++launched) {
       this->launch(actions.launches[launched], gradient.stream);
     }
-    const bool is_launched_next =
-        launched < actions.launches.size() && actions.launches[launched].bucket == action.bucket;
-    store(action, gradient, is_launched_next);
+    store(action, gradient);
   }
   for (; launched < actions.launches.size(); ++launched) {
     this->launch(actions.launches[launched], gradient.stream);
@@ -195,12 +193,12 @@ void Window::write(Round& round, const StreamRef& stream, std::span<const CopyIt
   copy_all_cuda(device().index, items, *stream);
 }
 
-void Window::store(const StoreAction& action, const Gradient& gradient, bool is_launched_next) {
+void Window::store(const StoreAction& action, const Gradient& gradient) {
   Bucket& bucket = buckets_[static_cast<size_t>(action.bucket)];
   Round& round = bucket.rounds[action.late];
   const Item item{&part_of(action.param, action.bucket), action.add, gradient};
   round.phase = Phase::kFilling;
-  if (gradient.owner != nullptr || (is_launched_next && !is_on_cpu())) {
+  if (gradient.owner != nullptr) {
     const auto is_same = [&item](const Item& other) { return other.part == item.part; };
     if (std::ranges::any_of(round.held, is_same)) {  // what is held may be written to by nobody
       pack(bucket, action.late, false, {});
@@ -210,7 +208,7 @@ void Window::store(const StoreAction& action, const Gradient& gradient, bool is_
     held_peak_bytes_ = std::max(held_peak_bytes_, held_bytes_);
     return;
   }
-  if (action.add) {
+  if (action.add || action.late) {  // behind what is held
     pack(bucket, action.late, false, {});
   }
   if (!round.memory) {
@@ -380,11 +378,15 @@ bool Window::close(const WindowVerdict& agreed, bool with_late, const StreamRef&
   return with_late && !late.empty();
 }
 
-void Window::drop_memory(Round& round) {
+void Window::drop_held(Round& round) {
   for (const Item& item : round.held) {
     held_bytes_ -= item.held_bytes();
   }
   round.held.clear();
+}
+
+void Window::drop_memory(Round& round) {
+  drop_held(round);
   EventRef last;
   for (size_t i = 1; round.memory && i < round.streams.size(); ++i) {
     round.streams[0]->wait(round.streams[i]->record());
@@ -400,6 +402,7 @@ void Window::drop_memory(Round& round) {
 void Window::discard() {
   schedule_.discard();
   for (Bucket& bucket : buckets_) {
+    drop_held(bucket.rounds[false]);
     drop_memory(bucket.rounds[true]);
   }
 }

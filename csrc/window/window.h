@@ -137,10 +137,7 @@ class Window {
     const BucketPart* part;
     bool add;
     Gradient gradient;
-    // Of a reference; the memory of a gradient without one is the caller's until arrive() returns.
-    size_t held_bytes() const {
-      return gradient.owner == nullptr ? 0 : static_cast<size_t>(part->numel) * size_of(gradient.dtype);
-    }
+    size_t held_bytes() const { return static_cast<size_t>(part->numel) * size_of(gradient.dtype); }
   };
   enum class Phase : uint8_t {
     kEmpty,     // at first; of the first round from open(), of the late round from its launch
@@ -166,7 +163,7 @@ class Window {
   };
 
   const BucketPart& part_of(int param, int bucket) const;
-  void store(const StoreAction& action, const Gradient& gradient, bool is_launched_next);
+  void store(const StoreAction& action, const Gradient& gradient);
   void enter(Bucket& bucket, bool late, bool to_launch, const StreamRef& stream);
   void pack(Bucket& bucket, bool late, bool to_launch, std::span<const int> absent);
   void write(Round& round, const StreamRef& stream, std::span<const CopyItem> items, bool reads);
@@ -175,6 +172,7 @@ class Window {
   void launch(const LaunchAction& action, const StreamRef& stream);
   void launch_all(const std::vector<LaunchAction>& actions, const StreamRef& stream);
   void bring_in(Bucket& bucket, Round& round);
+  void drop_held(Round& round);
   void drop_memory(Round& round);
 
   const MadeIn process_;

@@ -101,7 +101,8 @@ def streams_are_simulated() -> Iterator[None]:
         for module in (device, gathers, pending_param):
             patches.enter_context(mock.patch.object(module, "stream_of", lambda device: _thread.current))
         unwrapped = lambda stream: getattr(stream, "native", stream)  # noqa: E731
-        patches.enter_context(mock.patch.object(handle, "native_stream", unwrapped))
+        for module in (handle, pending_param):
+            patches.enter_context(mock.patch.object(module, "native_stream", unwrapped))
         patches.enter_context(mock.patch.object(pool, "_zeros", _zeros))
         yield
 

@@ -363,6 +363,92 @@ def test_threads_may_run_backward_while_another_closes(closes: str) -> None:
     alone(body)
 
 
+# ---- backwards from which no gradient comes
+
+
+class _Broken(torch.autograd.Function):
+    """The parameter itself; its backward gives a gradient, or none, or fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        if ctx.how == "fails":
+            raise ArithmeticError
+        return (None if ctx.how == "none" else grad), None
+
+
+def autograd_grad(rank: Rank) -> None:
+    found = torch.autograd.grad(loss_of(rank.params, dyadic(rank.params, 8)), rank.params)
+    assert_bitwise_equal(list(found), dyadic(rank.params, 8))
+
+
+def no_gradient(rank: Rank) -> None:
+    sum(_Broken.apply(param, "none").sum() for param in rank.params).backward()
+
+
+def failing_hook(rank: Rank) -> None:
+    """It comes behind ours."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = rank.params[ODD].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(rank.params, dyadic(rank.params, 8), lambda i: i == ODD).backward()
+    handle.remove()
+
+
+@DEVICES
+@pytest.mark.parametrize("where", ["behind a micro-batch", "behind no_sync"])
+@pytest.mark.parametrize("between", [autograd_grad, no_gradient, failing_hook])
+def test_what_there_is_stays(between: Callable[[Rank], None], where: str, device: str | None) -> None:
+    """In the middle of an accumulation; and p.grad is a placeholder again."""
+
+    def body(comm: Communicator) -> None:
+        rank = Rank(comm, small_params())
+        for _ in range(2):  # repeats are known of
+            rank.backward(*range(4))
+        rank.opt.grad_sync()
+        rank.opt.zero_grad()
+        with rank.opt.no_sync() if where == "behind no_sync" else contextlib.nullcontext():
+            rank.backward(*range(4))
+        before = [param.grad for param in rank.params]
+        between(rank)
+        assert all(param.grad is grad for param, grad in zip(rank.params, before, strict=True)), "another p.grad"
+        rank.backward(*range(4))
+        for param, grad in zip(rank.params, dyadic(rank.params, 7), strict=True):
+            assert_bitwise_equal(rank.opt.full_grad(param), 2 * grad)
+        between(rank)
+        for param in rank.params:
+            param.grad = None
+        rank.backward(*range(4))
+        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), dyadic(rank.params, 7)[ODD])
+
+    alone(body, device)
+
+
+@DEVICES
+def test_negative_numbers_stay_negative(device: str | None) -> None:
+    """Gradients that torch holds as views with another sign: of one element, and of several."""
+
+    def body(comm: Communicator) -> None:
+        for shape in ((1,), (4,)):
+            rank = Rank(comm, [Parameter(torch.zeros(shape)) for _ in range(2)])
+            grad = torch.arange(1.0, 1 + shape[0])
+            rank.give(ODD, torch.complex(torch.zeros(shape), grad).conj().imag)
+            rank.params[FIRST].grad = torch._neg_view(grad.clone())
+            loss_of(rank.params, [grad / 2, grad], lambda i: i == FIRST).backward()
+            for index, expected in ((ODD, -grad), (FIRST, -grad / 2)):
+                assert_bitwise_equal(rank.opt.full_grad(rank.params[index]), expected)
+            rank.opt.close()
+
+    alone(body, device)
+
+
 # ---- what a bucket holds, on CUDA
 
 
@@ -427,5 +513,61 @@ def test_what_is_held_is_dropped_behind_its_pack_in_the_stream_it_came_in() -> N
             stream.synchronize()
         finally:
             core.set_posed_stream(0)
+
+    alone(body, "cuda")
+
+
+def test_nothing_is_held_after_a_backward_that_failed() -> None:
+    def body(comm: Communicator) -> None:
+        rank = Rank(comm, small_params())
+        static = dyadic(rank.params, 3)[ODD].clone()
+        kept = static.clone()
+        early = _Broken.apply(rank.params[FIRST], "fails").sum()
+        with pytest.raises(ArithmeticError):
+            (early + _Give.apply(rank.params[ODD], static)).backward()
+        found = rank.sync.memory()
+        assert (found["held"], found["held_peak"]) == (0, static.nbytes)
+        static.fill_(99.0)
+        rank.backward(FIRST, 2, 3)
+        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), kept)
+
+    alone(body, "cuda")
+
+
+class _Act(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.act()
+        return None, None
+
+
+def test_what_is_held_is_replaced() -> None:
+    """After its bucket has gone, by a gradient that is not held, in a backward of its own within the first."""
+
+    def body(comm: Communicator) -> None:
+        rank = Rank(comm, small_params())
+        grads = dyadic(rank.params, 3)
+        for _ in range(2):  # repeats are known of
+            rank.backward(*range(4))
+        rank.opt.grad_sync()
+        rank.opt.zero_grad()
+        rank.backward(*range(4))
+
+        def replace() -> None:
+            assert rank.sync.memory()["held"] > 0
+            rank.params[ODD].grad = None
+            with torch.enable_grad():
+                rank.give(ODD, torch.stack([grads[2]] * 3)[1])
+
+        (_Act.apply(rank.params[FIRST], replace) + _Give.apply(rank.params[ODD], grads[ODD])).backward()
+        assert rank.sync.memory()["held"] == 0
+        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), grads[2])
 
     alone(body, "cuda")
