@@ -4,7 +4,7 @@ Markers
     slow            left out of `make test`
     dist            starts ranks
     timeout_s(n)    ends the whole run with a dump of all threads when the test takes longer than n seconds (default
-    120); fixtures have longer, for whichever comes first builds what others find built
+    300); fixtures have longer, for whichever comes first builds what others find built
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["tests.support.rank_pools", "tests.support.scheduling"]
-DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_TIMEOUT_S = 300.0
 SETUP_TIMEOUT_S = 400.0
 LONG = (
     "tests/native/",
@@ -54,7 +54,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.g
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long or needs a package index; left out of `make test`")
     config.addinivalue_line("markers", "dist: starts ranks")
-    config.addinivalue_line("markers", "timeout_s(n): time limit in seconds, 120 unless given")
+    config.addinivalue_line("markers", "timeout_s(n): time limit in seconds, 300 unless given")
     cores.is_one = config.getoption("markexpr") == "not slow"
     # Output is not captured at this point; in a test, file descriptor 2 is a temporary file that dies with the run.
     config.stash[_real_stderr] = os.dup(2)

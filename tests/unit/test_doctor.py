@@ -33,7 +33,7 @@ def run(tree: TinyTree, *arguments: str, status: int, driver: str = "no driver h
     code = f"import sys; from bucketwheel.__main__ import main; sys.exit(main(['doctor', *{arguments!r}]))"
     path = {"PATH": f"{tree.root / 'driver'}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     process = tree.start(code, **{**path, **changes})
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == status, (out, err)
     return out
 
