@@ -97,16 +97,21 @@ inline const Torch& torch_api() {
   return torch;
 }
 
+// Without a bound method or a tuple of arguments in between.
+inline py::object call_method(py::handle object, PyObject* name) {
+  auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), name));
+  if (!answer) {
+    throw py::error_already_set();
+  }
+  return answer;
+}
+
 // torch negates some tensors when they are read (`x.conj().imag`, `torch._neg_view`): their memory holds the values without
 // the sign, and DLPack does not say so. Nobody here may read or write such memory. Asking takes 60 ns, in which other
 // threads may take the GIL.
 inline bool is_negative_view(py::handle tensor) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");  // lives as long as the process
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), name));
-  if (!answer) {
-    throw py::error_already_set();
-  }
-  return answer.ptr() == Py_True;
+  return call_method(tensor, name).ptr() == Py_True;
 }
 
 // In the order of DType.

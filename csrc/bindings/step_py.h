@@ -1,4 +1,5 @@
 // A step of the sharded optimizer, bucket by bucket, in one call: the rows are updated, and their all-gather is started.
+// And what it asks of all parameters at once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,9 +11,38 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/dlpack.h"
+#include "bindings/grad_table_py.h"
+
 namespace bucketwheel {
 
 namespace py = pybind11;
+
+// Whether both are lists of the same objects in the same order. A comparison in Python would ask tensors whether they are
+// equal, or take ten times as long.
+inline bool are_same_objects(py::handle a, py::handle b) {
+  if (!PyList_Check(a.ptr()) || !PyList_Check(b.ptr()) || PyList_GET_SIZE(a.ptr()) != PyList_GET_SIZE(b.ptr())) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(a.ptr()); ++i) {
+    if (PyList_GET_ITEM(a.ptr(), i) != PyList_GET_ITEM(b.ptr(), i)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Where tensors lie, as uint64; 0: in no memory.
+inline py::bytes addresses_of(const py::list& tensors) {
+  std::vector<uint64_t> out;
+  out.reserve(tensors.size());
+  for (const py::handle tensor : tensors) {
+    dlpack::TensorAbi found;
+    const bool has_memory = dlpack::look_at(tensor, &found, false);
+    out.push_back(has_memory ? reinterpret_cast<uintptr_t>(found.data) + found.byte_offset : 0);
+  }
+  return bytes_of(out);
+}
 
 class StepBuckets {
  public:
@@ -46,6 +76,8 @@ class StepBuckets {
 };
 
 inline void bind_step(py::module_& m) {
+  m.def("are_same_objects", &are_same_objects, py::arg("a"), py::arg("b"));
+  m.def("addresses", &addresses_of, py::arg("tensors"));
   py::class_<StepBuckets>(m, "StepBuckets")
       .def(py::init<>())
       .def("add", &StepBuckets::add, py::arg("params"), py::arg("first_row"), py::arg("last_row"), py::arg("gather"))

@@ -38,32 +38,6 @@ namespace py = pybind11;
 
 inline Flags flags_of(std::string_view bytes) { return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}; }
 
-// Whether both are lists of the same objects in the same order. A comparison in Python would ask tensors whether they are
-// equal, or take ten times as long.
-inline bool are_same_objects(py::handle a, py::handle b) {
-  if (!PyList_Check(a.ptr()) || !PyList_Check(b.ptr()) || PyList_GET_SIZE(a.ptr()) != PyList_GET_SIZE(b.ptr())) {
-    return false;
-  }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(a.ptr()); ++i) {
-    if (PyList_GET_ITEM(a.ptr(), i) != PyList_GET_ITEM(b.ptr(), i)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Where tensors lie, as uint64; 0: in no memory.
-inline py::bytes addresses_of(const py::list& tensors) {
-  std::vector<uint64_t> out;
-  out.reserve(tensors.size());
-  for (const py::handle tensor : tensors) {
-    dlpack::TensorAbi found;
-    const bool has_memory = dlpack::look_at(tensor, &found, false);
-    out.push_back(has_memory ? reinterpret_cast<uintptr_t>(found.data) + found.byte_offset : 0);
-  }
-  return bytes_of(out);
-}
-
 // Attributes and methods of tensors and of the owner.
 struct WindowNames {
   PyObject* grad = PyUnicode_InternFromString("grad");
@@ -299,6 +273,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     std::vector<int64_t> strides;
     int64_t numel;
     DType dtype;
+    py::object hooks = {};     // torch's dict of those after accumulation: the same one for the parameter's life
     py::object deferred = {};  // from the end of no_sync(), until the next gradient or the close
     // The backward in which before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is
     // added: until then, or until that backward ends. -1: it is not taken.
@@ -369,8 +344,11 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
 
   // Whether the hook `self` is the last that torch calls with the parameter. A hook that was registered later may edit p.grad.
-  static bool is_last(py::handle param, PyObject* self) {
-    const py::object hooks = param.attr(WindowNames::all().hooks);
+  static bool is_last(Param& param, PyObject* self) {
+    py::object& hooks = param.hooks;
+    if (!hooks) {
+      hooks = param.param.attr(WindowNames::all().hooks);
+    }
     if (!PyDict_Check(hooks.ptr()) || PyDict_Size(hooks.ptr()) <= 1) {
       return true;
     }
@@ -410,7 +388,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (grad.is_none() || grad.is(param.placeholder)) {
       return;
     }
-    if (!is_last(tensor, self)) {
+    if (!is_last(param, self)) {
       param.taken_in = taken_in;
       return static_cast<void>(owner().attr("run_last")(index, py::handle(tensor)));
     }
@@ -438,9 +416,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       look_again(grad, &tensor);
     }
     is_used_ = false;
+    const StreamRef stream = current();
     if (!window_->is_open()) {
       open(index, !add, {});
-    } else if (!window_->is_on_cpu() && capture_id(*current()) != capture_) {
+    } else if (stream != nullptr && capture_id(*stream) != capture_) {
       owner().attr("expect_same_capture")();
     }
     if (window_->table().has_factor(index)) {
@@ -452,12 +431,9 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       }
     }
     Gradient gradient{static_cast<const std::byte*>(tensor.data) + tensor.byte_offset,
-                      *dlpack::find_dtype(tensor.dtype), nullptr, nullptr};
-    if (!window_->is_on_cpu()) {
-      gradient.stream = current();
-      if (held != nullptr && may_be_held(param, grad, gradient.dtype)) {
-        gradient.owner = bucketwheel::held(grad);
-      }
+                      *dlpack::find_dtype(tensor.dtype), stream, nullptr};
+    if (stream != nullptr && held != nullptr && may_be_held(param, grad, gradient.dtype)) {
+      gradient.owner = bucketwheel::held(grad);
     }
     if (!window_->arrive(index, gradient, add, launch)) {
       owner().attr("break_promise")(index);
@@ -474,16 +450,15 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     if (bytes > Window::kMostHeldBytes) {
       return false;
     }
-    const py::object storage = grad.attr(WindowNames::all().storage)();
-    if (storage.attr(WindowNames::all().nbytes)().cast<int64_t>() > 2 * bytes) {
-      return false;
-    }
-    return expect_end_of_backward();
+    const py::object storage = dlpack::call_method(grad, WindowNames::all().storage);
+    return PyLong_AsLongLong(dlpack::call_method(storage, WindowNames::all().nbytes).ptr()) <= 2 * bytes &&
+           expect_end_of_backward();
   }
 
   // end_backward() is called when the backward that goes on ends, also where it fails. False outside of one.
   bool expect_end_of_backward() {
-    const auto task = task_id_().cast<int64_t>();
+    const int64_t task =
+        PyLong_AsLongLong(py::reinterpret_steal<py::object>(PyObject_CallNoArgs(task_id_.ptr())).ptr());
     if (task != -1 && task != awaited_task_) {
       static PyMethodDef method = {"end_backward", &PyWindow::call_end, METH_NOARGS, nullptr};
       queue_callback_(function(&method, -1, task));
@@ -635,8 +610,6 @@ inline void bind_verdict(py::module_& m) {
 
 inline void bind_window(py::module_& m) {
   bind_verdict(m);
-  m.def("are_same_objects", &are_same_objects, py::arg("a"), py::arg("b"));
-  m.def("addresses", &addresses_of, py::arg("tensors"));
   py::class_<PyWindow, std::shared_ptr<PyWindow>>(m, "Window")
       .def(py::init(&make_window), py::arg("comms"), py::arg("tie"), py::arg("side_pool"), py::arg("buckets"),
            py::arg("table"), py::arg("plans"), py::arg("max_inflight"), py::arg("flags"), py::arg("owner"),

@@ -19,18 +19,8 @@ any window does; the graph has it, with the addresses, and nothing of it runs be
 
 from __future__ import annotations
 
-import enum
-
 from bucketwheel.errors import CaptureError
 from bucketwheel.native import core
-
-
-class WindowState(enum.Enum):
-    """Of a rank's sync window. `Captures` tells when a captured one is lost: its capture has ended before it."""
-
-    CLOSED = "closed"  # from `close` to the next gradient; p.grad is None or stands for what the shards hold
-    EAGER = "eager"  # from the first gradient, or a close that other ranks have gradients for, to the end of the close
-    CAPTURED = "captured"  # as EAGER, and part of a CUDA graph; also left when it is lost and forgotten
 
 
 class Captures:
@@ -47,8 +37,9 @@ class Captures:
         self._has_grads = False  # whether p.grad stands for what a captured window has brought; set by each window
         self._has_any = False  # whether a window was captured from its begin to its end; stays
 
-    def begin(self, *, is_learnt: bool, has_grads: bool, has_plain: bool) -> WindowState:
-        """A window begins. ``has_grads``: it adds to gradients that there are; ``has_plain``: some are not in any bucket yet."""
+    def begin(self, *, is_learnt: bool, has_grads: bool, has_plain: bool) -> bool:
+        """A window begins; whether it is captured. ``has_grads``: it adds to gradients that there are; ``has_plain``: some are
+        not in any bucket yet."""
         now = self._expect_alive()
         if now:
             self._expect_capturable("gradients")
@@ -60,7 +51,7 @@ class Captures:
             self.expect_own_grads(has_grads, has_plain)
         self._of_window = now
         self._has_grads = now != 0
-        return WindowState.CAPTURED if now else WindowState.EAGER
+        return self._has_grads
 
     def end(self) -> None:
         """The window has ended, and with it what `no_sync` had kept."""
@@ -95,18 +86,18 @@ class Captures:
             )
         return now
 
-    def ask(self, what: str, state: WindowState) -> bool:
+    def ask(self, what: str, *, is_open: bool) -> bool:
         """Whether the call ``what`` is captured, which is about the gradients of the open window if there is one.
 
         CaptureError if it may not be captured, or if the window began before the capture.
         """
         now = self._expect_alive()
-        if now and state is WindowState.EAGER:
+        if now and is_open and not self._of_window:
             raise CaptureError(
                 "the gradients of a backward before the CUDA graph capture are still being reduced: call step, or "
                 "grad_sync and zero_grad, before the capture"
             )
-        if now and state is WindowState.CLOSED:
+        if now and not is_open:
             self._expect_capturable(what)
         return now != 0
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.grads import agreement
 from bucketwheel.grads.bucket import GradBucket, expect_gradient_of, in_memory_order
-from bucketwheel.grads.graph_capture import Captures, WindowState
+from bucketwheel.grads.graph_capture import Captures
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import add_hook, run_last
@@ -73,7 +73,6 @@ class GradWindow:
         self.captures = Captures(comm.device, is_capturable=is_capturable)
         self._is_on_cpu = comm.device < 0
         self._overlap = overlap
-        self._is_window_captured = False  # set by each window that opens
         self._no_sync_depth = 0
         self._placeholders = [ShardedGrad(info.param, self, info.index, info.name) for info in self.infos]
         comms, tie, defers, takes_turns = comm._reducers()
@@ -132,10 +131,7 @@ class GradWindow:
 
     def begin_window(self, has_grads: bool, has_plain: bool) -> bool:
         """Whether the window that opens is captured. CaptureError if it may not be."""
-        is_learnt = self._native.is_learnt
-        state = self.captures.begin(is_learnt=is_learnt, has_grads=has_grads, has_plain=has_plain)
-        self._is_window_captured = state is WindowState.CAPTURED
-        return self._is_window_captured
+        return self.captures.begin(is_learnt=self._native.is_learnt, has_grads=has_grads, has_plain=has_plain)
 
     def expect_same_capture(self) -> None:
         """CaptureError: the window is part of another capture than the current stream, or of none."""
@@ -184,15 +180,9 @@ class GradWindow:
                 agreement.warn_of_late_round()
             return agreed
 
-    @property
-    def _state(self) -> WindowState:
-        if not self._native.is_open:
-            return WindowState.CLOSED
-        return WindowState.CAPTURED if self._is_window_captured else WindowState.EAGER
-
     def _is_captured(self, what: str) -> bool:
         """Whether the call ``what`` is captured in a CUDA graph. CaptureError if it may not be."""
-        return not self._is_on_cpu and self.captures.ask(what, self._state)
+        return not self._is_on_cpu and self.captures.ask(what, is_open=self._native.is_open)
 
     def _expect_own_grads(self, what: str) -> bool:
         """`_is_captured`. CaptureError if the captured call would read gradients from outside of the graph."""
