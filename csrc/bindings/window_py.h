@@ -241,6 +241,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   void release() {
     is_released_ = true;
     for (Param& param : params_) {
+      param.taken_in = -1;
       if (grad_of(param).is(param.placeholder)) {
         set_grad(param, py::none());
       }

@@ -227,8 +227,10 @@ void Window::store(const StoreAction& action, const Gradient& gradient) {
 void Window::pack(Bucket& bucket, bool late, bool to_launch, std::span<const int> absent) {
   Round& round = bucket.rounds[late];
   std::vector<int> zeros(absent.begin(), absent.end());
-  while (!round.held.empty()) {
-    const StreamRef stream = round.held.front().gradient.stream;
+  while (!round.held.empty() || !zeros.empty()) {
+    const StreamRef stream = !round.held.empty()     ? round.held.front().gradient.stream
+                             : round.streams.empty() ? nullptr
+                                                     : round.streams.front();
     if (!round.memory) {
       enter(bucket, late, to_launch, stream);
     }
@@ -248,7 +250,8 @@ void Window::pack(Bucket& bucket, bool late, bool to_launch, std::span<const int
     }
     round.held.erase(first, round.held.end());
     write(round, stream, items, reads);
-    if (is_posing() && !is_captured_) {  // the memory of tensors that pose is freed at once, not in the stream's order
+    if (!owners.empty() && is_posing() &&
+        !is_captured_) {  // the memory of tensors that pose is freed at once, not in the stream's order
       stream->run([owners = std::move(owners)] {});
     }
   }
@@ -275,20 +278,14 @@ void Window::launch(const LaunchAction& action, const StreamRef& stream) {
   Round& round = bucket.rounds[action.late];
   BW_EXPECTS(round.phase != Phase::kLaunched, "bucket " + std::to_string(action.bucket) + " is launched twice");
   const std::span<const int> absent = action.late ? std::span<const int>() : std::span<const int>(action.absent);
-  if (!round.held.empty()) {
+  if (!round.held.empty() || round.memory) {
     pack(bucket, action.late, true, absent);
-  } else if (!round.memory) {
+  } else {
     enter(bucket, action.late, true, stream);
     const CopyItem zeros{round.memory.data, nullptr, bucket.spec.numel, bucket.spec.dtype, bucket.spec.dtype, false};
     if (!action.late) {
       write(round, stream, {&zeros, 1}, false);
     }
-  } else if (!absent.empty()) {
-    std::vector<CopyItem> zeros;
-    for (const int param : absent) {
-      zeros.push_back(zeros_of(bucket, round, part_of(param, action.bucket)));
-    }
-    write(round, stream == nullptr ? nullptr : round.streams.front(), zeros, false);
   }
   if (options_.is_registered && round.memory.place == nullptr) {
     bring_in(bucket, round);

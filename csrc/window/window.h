@@ -24,6 +24,9 @@
 // first pack on. The place is not for it while another bucket uses some of these bytes, nor while one has still to be
 // launched from them: such a bucket is *too early*. A bucket that finds no place, and late memory, is on the *side*.
 //
+// Buckets that are ready together are operations of their own. Which are ready together differs from rank to rank, and NCCL
+// chooses algorithm and channels by the sum of what is in a group, so ranks would have to have the same groups.
+//
 // In registered memory a bucket is reduced from its place and from nowhere else: NCCL reads the input of a reduce-scatter
 // where it lies on the other ranks, so that must be the same place on all of them. Ranks may differ in the order in which
 // gradients arrive. They never differ in this: a window launches every bucket once, in index order, and its late rounds after
