@@ -72,7 +72,7 @@ MAY_IMPORT = {
 # message what the room gained.
 BUDGETS = {
     "csrc/base": 771,
-    "csrc/bindings": 3391,
+    "csrc/bindings": 3408,
     "csrc/comm": 1273,
     "csrc/comm/c10d": 457,
     "csrc/comm/host": 1874,
@@ -82,11 +82,11 @@ BUDGETS = {
     "csrc/kernels": 3665,
     "csrc/plan": 828,
     "csrc/pool": 1503,
-    "csrc/window": 1183,
+    "csrc/window": 1180,
     "python": 552,
     "python/checkpoint": 2798,
     "python/comm": 1942,
-    "python/gathers": 377,
+    "python/gathers": 380,
     "python/grads": 1245,
     "python/kernels": 444,
     "python/layout": 658,

@@ -5,8 +5,9 @@
 // is the last hook of its parameter: others may edit the gradient. A repeat finds the placeholder in p.grad, and autograd
 // would add to it, which goes through Python's dispatcher. So from the first repeat on a hook *before* accumulation takes the
 // placeholder out, or puts the deferred tensor of no_sync() in its place, and autograd hands over the next gradient, or adds
-// to the deferred one. Where no gradient follows (torch.autograd.grad(), a hook that raises) the end of the backward puts
-// back what was taken. Both are C functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is
+// to the deferred one. It does so only where nothing can come in between, and nobody else looks at p.grad before ours does:
+// it is the last hook of its kind, the gradient's hook the only one, and the backward is no torch.autograd.grad(). Both are C
+// functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is
 // rare: a gradient that is no plain tensor in the order of its parameter, one that meets a pending factor, a hook that was
 // registered after ours, captures, errors.
 #pragma once
@@ -42,6 +43,7 @@ inline Flags flags_of(std::string_view bytes) { return {reinterpret_cast<const u
 struct WindowNames {
   PyObject* grad = PyUnicode_InternFromString("grad");
   PyObject* hooks = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
+  PyObject* hooks_before = PyUnicode_InternFromString("_backward_hooks");
   PyObject* is_in_reducer = PyUnicode_InternFromString("is_in_reducer");
   PyObject* storage = PyUnicode_InternFromString("untyped_storage");
   PyObject* nbytes = PyUnicode_InternFromString("nbytes");
@@ -102,7 +104,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     for (size_t index = 0; index < params_.size(); ++index) {
       const Param& param = params_[index];
       const py::object grad = grad_of(param);
-      const bool is_placeholder = grad.is(param.placeholder) || (grad.is_none() && param.is_taken());
+      const bool is_placeholder = grad.is(param.placeholder) || (grad.is_none() && param.is_taken);
       found[index] = is_placeholder ? '\1' : grad.is_none() ? '\0' : '\2';
     }
     return found;
@@ -114,17 +116,17 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   py::bytes sweep() {
     std::string found = look();
     for (size_t i = 0; i < found.size(); ++i) {
-      const int64_t taken_in = params_[i].taken_in;
-      if (taken_in != -1 && found[i] == '\1') {  // a backward is between our two hooks, in another thread
+      const bool is_repeat = params_[i].is_taken;
+      if (is_repeat && found[i] == '\1') {  // a backward is between our two hooks, in another thread
         set_grad(params_[i], params_[i].placeholder);
-        params_[i].taken_in = taken_in;
+        params_[i].is_taken = true;
       }
       const py::object deferred = take_deferred(static_cast<int>(i));
       if (found[i] == '\1' && deferred) {
         take(static_cast<int>(i), deferred, nullptr, true, overlap_);
       } else if (found[i] == '\2') {
         const py::object grad = grad_of(params_[i]);
-        take(static_cast<int>(i), grad, nullptr, taken_in != -1, overlap_);
+        take(static_cast<int>(i), grad, nullptr, is_repeat, overlap_);
         set_grad(params_[i], params_[i].placeholder);
       }
       found[i] = found[i] == '\0' ? '\0' : '\1';
@@ -157,7 +159,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
       has_any = true;
       const bool has_sum = window_->table().has_sum(index);
       if (window_->is_open() && (has_sum || window_->schedule().has_stored(index))) {
-        take(index, grad, nullptr, false, false);
+        take(index, grad, nullptr, param.is_taken, false);
       } else {
         if (has_sum) {
           window_->table().forget(index);
@@ -241,7 +243,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   void release() {
     is_released_ = true;
     for (Param& param : params_) {
-      param.taken_in = -1;
+      param.is_taken = false;
       if (grad_of(param).is(param.placeholder)) {
         set_grad(param, py::none());
       }
@@ -274,12 +276,10 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     std::vector<int64_t> strides;
     int64_t numel;
     DType dtype;
-    py::object hooks = {};     // torch's dict of those after accumulation: the same one for the parameter's life
+    py::object hooks[2] = {};  // hooks_of()
     py::object deferred = {};  // from the end of no_sync(), until the next gradient or the close
-    // The backward in which before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is
-    // added: until then, or until that backward ends. -1: it is not taken.
-    int64_t taken_in = -1;
-    bool is_taken() const { return taken_in != -1; }
+    // before_gradient() has taken the placeholder out of p.grad, so that the gradient that comes is added. Until then.
+    bool is_taken = false;
   };
   struct Context {
     std::weak_ptr<PyWindow> window;
@@ -298,7 +298,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   };
   static py::object grad_of(const Param& param) { return param.param.attr(WindowNames::all().grad); }
   static void set_grad(Param& param, py::handle grad) {
-    param.taken_in = -1;
+    param.is_taken = false;
     if (PyObject_SetAttr(param.param.ptr(), WindowNames::all().grad, grad.ptr()) != 0) {
       throw py::error_already_set();
     }
@@ -344,12 +344,16 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     return py::reinterpret_steal<py::object>(PyCFunction_NewEx(method, self.ptr(), nullptr));
   }
 
-  // Whether the hook `self` is the last that torch calls with the parameter. A hook that was registered later may edit p.grad.
-  static bool is_last(Param& param, PyObject* self) {
-    py::object& hooks = param.hooks;
+  // torch's dict of hooks after or before accumulation: the same one for the parameter's life.
+  static const py::object& hooks_of(Param& param, bool before) {
+    py::object& hooks = param.hooks[before ? 1 : 0];
     if (!hooks) {
-      hooks = param.param.attr(WindowNames::all().hooks);
+      hooks = param.param.attr(before ? WindowNames::all().hooks_before : WindowNames::all().hooks);
     }
+    return hooks;
+  }
+  // Whether `self` is the last hook in such a dict, or the only one.
+  static bool is_last(const py::object& hooks, PyObject* self) {
     if (!PyDict_Check(hooks.ptr()) || PyDict_Size(hooks.ptr()) <= 1) {
       return true;
     }
@@ -361,19 +365,21 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
 
   bool is_idle() const { return is_ignored_ || is_released_ || window_->is_foreign(); }
 
-  void before_gradient(Context& context, PyObject* gradient, PyObject*) {
+  void before_gradient(Context& context, PyObject* gradient, PyObject* self) {
     if (is_idle() || gradient == Py_None) {
       return;
     }
     const std::lock_guard inside(*this);
     Param& param = at(context.index);
-    // A deferred gradient may be of a capture that has failed.
-    if (!grad_of(param).is(param.placeholder) || (param.deferred && is_capturable_) || !expect_end_of_backward()) {
+    // Others may look at what is deferred: it is in p.grad, with the gradient that comes. But it may be of a capture that has
+    // failed.
+    const bool is_alone = param.deferred ? !is_capturable_ : PyDict_Size(hooks_of(param, false).ptr()) == 1;
+    if (!is_alone || !grad_of(param).is(param.placeholder) || !is_last(hooks_of(param, true), self) || !accumulates()) {
       return;
     }
     const py::object deferred = take_deferred(context.index);
     set_grad(param, deferred ? deferred : py::object(py::none()));
-    param.taken_in = awaited_task_;
+    param.is_taken = true;
   }
 
   void on_gradient(Context& context, PyObject* tensor, PyObject* self) {
@@ -383,26 +389,23 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     const std::lock_guard inside(*this);  // a thread that closes the window may take the gradient
     const int index = context.index;
     Param& param = at(index);
-    const int64_t taken_in = std::exchange(param.taken_in, -1);
-    const bool is_repeat = taken_in != -1;
     const py::object grad = grad_of(param);
     if (grad.is_none() || grad.is(param.placeholder)) {
       return;
     }
-    if (!is_last(param, self)) {
-      param.taken_in = taken_in;
+    if (!is_last(hooks_of(param, false), self)) {
       return static_cast<void>(owner().attr("run_last")(index, py::handle(tensor)));
     }
+    const bool is_repeat = std::exchange(param.is_taken, false);
     if (!is_repeat && deferred_count_ != 0) {
       take_deferred(index);  // replaced
     }
     if (is_repeat) {  // p.grad stands for what there was, also where taking more of it fails
       set_grad(param, param.placeholder);
+      return take(index, grad, &grad, true, overlap_);
     }
-    take(index, grad, &grad, is_repeat, overlap_);
-    if (!is_repeat) {
-      set_grad(param, param.placeholder);
-    }
+    take(index, grad, &grad, false, overlap_);
+    set_grad(param, param.placeholder);
   }
 
   // Takes a gradient into its buckets. `held`: from a hook, so that it may be held until its bucket is full.
@@ -456,13 +459,32 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
            expect_end_of_backward();
   }
 
+  // The backward that goes on; -1: none.
+  int64_t current_task() const {
+    return PyLong_AsLongLong(py::reinterpret_steal<py::object>(PyObject_CallNoArgs(torch_.task_id.ptr())).ptr());
+  }
+  // Whether the backward that goes on, and has come to a parameter, adds to its gradient.
+  bool accumulates() {
+    const int64_t task = current_task();
+    if (task != -1 && task != asked_task_) {
+      try {
+        accumulates_ = torch_.will_execute(torch_.node()).cast<bool>();
+      } catch (py::error_already_set& error) {  // torch.autograd.grad()
+        if (!error.matches(PyExc_RuntimeError)) {
+          throw;
+        }
+        accumulates_ = false;
+      }
+      asked_task_ = task;
+    }
+    return task != -1 && accumulates_;
+  }
   // end_backward() is called when the backward that goes on ends, also where it fails. False outside of one.
   bool expect_end_of_backward() {
-    const int64_t task =
-        PyLong_AsLongLong(py::reinterpret_steal<py::object>(PyObject_CallNoArgs(task_id_.ptr())).ptr());
+    const int64_t task = current_task();
     if (task != -1 && task != awaited_task_) {
       static PyMethodDef method = {"end_backward", &PyWindow::call_end, METH_NOARGS, nullptr};
-      queue_callback_(function(&method, -1, task));
+      torch_.queue_callback(function(&method, -1, task));
       awaited_task_ = task;
     }
     return task != -1;
@@ -471,16 +493,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   void end_backward(Context& context, PyObject*, PyObject*) {
     const int64_t task = std::exchange(context.task, -1);
     const std::lock_guard inside(*this);
-    for (Param& param : params_) {
-      if (param.taken_in == task) {  // and no gradient has followed
-        const py::object grad = grad_of(param);
-        if (!grad.is_none() && !grad.is(param.placeholder)) {
-          param.deferred = grad;
-          ++deferred_count_;
-        }
-        set_grad(param, param.placeholder);
-      }
-    }
+    awaited_task_ = awaited_task_ == task ? -1 : awaited_task_;  // what another callback brings is behind this one
     window_->pack_held();
   }
 
@@ -495,7 +508,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     for (size_t i = 0; i < placeholders.size(); ++i) {
       char& what = placeholders[i];
       has_plain = has_plain || what == '\2';
-      what = what == '\1' || params_[i].is_taken();  // a gradient that another thread is about to add
+      what = what == '\1' || params_[i].is_taken;  // a gradient that another thread is about to add
       has_any = has_any || what != 0;
     }
     const StreamRef stream = current();
@@ -547,9 +560,16 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   py::object owner_;
   std::vector<Param> params_;
   int deferred_count_ = 0;  // how many parameters have a deferred gradient
-  const py::object task_id_ = py::module_::import("torch._C").attr("_current_graph_task_id");
-  const py::object queue_callback_ =
-      py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine").attr("queue_callback");
+  struct {
+    const py::module_ module = py::module_::import("torch._C");
+    const py::object task_id = module.attr("_current_graph_task_id");
+    const py::object node = module.attr("_current_autograd_node");
+    const py::object will_execute = module.attr("_will_engine_execute_node");
+    const py::object queue_callback =
+        py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine").attr("queue_callback");
+  } torch_;
+  int64_t asked_task_ = -1;
+  bool accumulates_ = false;   // the backward `asked_task_`
   int64_t awaited_task_ = -1;  // the backward at whose end what is held is packed
   uint64_t capture_ = 0;       // the capture that the open window is part of; 0: none
   const bool overlap_;

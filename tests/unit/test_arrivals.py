@@ -410,10 +410,7 @@ def test_what_there_is_stays(between: Callable[[Rank], None], where: str, device
 
     def body(comm: Communicator) -> None:
         rank = Rank(comm, small_params())
-        for _ in range(2):  # repeats are known of
-            rank.backward(*range(4))
-        rank.opt.grad_sync()
-        rank.opt.zero_grad()
+        know_repeats(rank)
         with rank.opt.no_sync() if where == "behind no_sync" else contextlib.nullcontext():
             rank.backward(*range(4))
         before = [param.grad for param in rank.params]
@@ -427,6 +424,106 @@ def test_what_there_is_stays(between: Callable[[Rank], None], where: str, device
             param.grad = None
         rank.backward(*range(4))
         assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), dyadic(rank.params, 7)[ODD])
+
+    alone(body, device)
+
+
+def know_repeats(rank: Rank) -> None:
+    for _ in range(2):
+        rank.backward(*range(len(rank.params)))
+    rank.opt.grad_sync()
+    rank.opt.zero_grad()
+
+
+class _Nested(torch.autograd.Function):
+    """Its backward calls a function; ``gives``: whether it gives a gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None], gives: bool) -> Tensor:
+        ctx.act, ctx.gives = act, gives
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            ctx.act()
+        return grad if ctx.gives else None, None, None
+
+
+@DEVICES
+@pytest.mark.parametrize("inner", ["none", "no_sync"])
+def test_a_backward_within_autograd_grad(inner: str, device: str | None) -> None:
+    def script(params: list[Parameter], no_sync: Callable[[], Any]) -> None:
+        def act() -> None:
+            if inner == "none":
+                _Broken.apply(params[ODD], "none").sum().backward()
+            else:
+                with no_sync():
+                    (2 * params[ODD]).sum().backward()
+
+        sum(param.sum() for param in params).backward()
+        z = torch.ones(1, requires_grad=True)
+        loss = sum(((7 * param).sum() for param in params), _Nested.apply(z, act, True).sum())
+        torch.autograd.grad(loss, [*params, z])
+        (4 * params[ODD]).sum().backward()
+
+    def body(comm: Communicator) -> None:
+        rank, theirs = Rank(comm, small_params()), small_params()
+        know_repeats(rank)
+        script(rank.params, rank.opt.no_sync)
+        script(theirs, contextlib.nullcontext)
+        for ours, param in zip(rank.params, theirs, strict=True):
+            assert_bitwise_equal(rank.opt.full_grad(ours), param.grad)
+
+    alone(body, device)
+
+
+@DEVICES
+def test_others_hooks_see_what_there_is(device: str | None) -> None:
+    """In every micro-batch: hooks after accumulation that were there before ours, and hooks of gradients that came later."""
+
+    def halve(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    def clamp(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.clamp_(max=3.0)
+
+    def body(comm: Communicator) -> None:
+        edits: list[Callable[[Tensor], None]] = []
+
+        def edit(param: Tensor) -> None:
+            for one in edits:
+                one(param)
+
+        ours, theirs = small_params(), small_params()
+        for param in (*ours, *theirs):
+            param.register_post_accumulate_grad_hook(edit)
+        rank = Rank(comm, ours)
+        know_repeats(rank)
+
+        def train(params: list[Parameter]) -> None:
+            for factor in (2, 4):
+                sum((factor * param).sum() for param in params).backward()
+
+        edits.append(halve)
+        for _ in range(2):
+            for params in (ours, theirs):
+                train(params)
+            for own, param in zip(ours, theirs, strict=True):
+                assert_bitwise_equal(rank.opt.full_grad(own), param.grad)
+                param.grad = None
+            rank.opt.zero_grad()
+        edits[:] = [clamp]
+        with pytest.raises(bw.ShardedGradError):
+            train(ours)
+        edits.clear()
+        rank.opt.zero_grad()
+        for params in (ours, theirs):
+            params[ODD].register_hook(lambda grad, p=params[ODD]: grad if p.grad is None else 10 * grad)
+            train(params)
+        assert_bitwise_equal(rank.opt.full_grad(ours[ODD]), theirs[ODD].grad)
 
     alone(body, device)
 
@@ -534,40 +631,40 @@ def test_nothing_is_held_after_a_backward_that_failed() -> None:
     alone(body, "cuda")
 
 
-class _Act(torch.autograd.Function):
-    """Its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
-        ctx.act = act
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.act()
-        return None, None
-
-
 def test_what_is_held_is_replaced() -> None:
     """After its bucket has gone, by a gradient that is not held, in a backward of its own within the first."""
 
     def body(comm: Communicator) -> None:
         rank = Rank(comm, small_params())
         grads = dyadic(rank.params, 3)
-        for _ in range(2):  # repeats are known of
-            rank.backward(*range(4))
-        rank.opt.grad_sync()
-        rank.opt.zero_grad()
+        know_repeats(rank)
         rank.backward(*range(4))
 
         def replace() -> None:
             assert rank.sync.memory()["held"] > 0
             rank.params[ODD].grad = None
-            with torch.enable_grad():
-                rank.give(ODD, torch.stack([grads[2]] * 3)[1])
+            rank.give(ODD, torch.stack([grads[2]] * 3)[1])
 
-        (_Act.apply(rank.params[FIRST], replace) + _Give.apply(rank.params[ODD], grads[ODD])).backward()
+        early = _Nested.apply(rank.params[FIRST], replace, False).sum()
+        (early + _Give.apply(rank.params[ODD], grads[ODD])).backward()
         assert rank.sync.memory()["held"] == 0
         assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), grads[2])
+
+    alone(body, "cuda")
+
+
+def test_what_a_hook_brings_at_the_end_of_a_backward_is_not_held() -> None:
+    """One that was registered after ours, which is called again behind it."""
+
+    def body(comm: Communicator) -> None:
+        rank = Rank(comm, small_params())
+        grads = dyadic(rank.params, 3)
+        static = grads[ODD].clone()
+        rank.params[ODD].register_post_accumulate_grad_hook(lambda param: None)
+        (_Give.apply(rank.params[FIRST], grads[FIRST]) + _Give.apply(rank.params[ODD], static)).backward()
+        assert rank.sync.memory()["held"] == 0
+        static.fill_(99.0)
+        rank.backward(2, 3)
+        assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), grads[ODD])
 
     alone(body, "cuda")

@@ -6,6 +6,7 @@ the parameters (`forward_order`). Whoever reads parameters waits first: `pending
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -68,7 +69,7 @@ class Gathers:
         watch_compilations(self)  # again: torch._dynamo.reset() forgets
         self._thread = threading.get_ident()
         handles: dict[int, list[core.Handle]] = {}
-        for gather, bucket in self.running:
+        for gather, bucket in list(self.running):
             for index in self._params_of_bucket[bucket]:
                 handles.setdefault(index, []).append(gather)
         now: dict[core.Handle, None] = {}
@@ -84,21 +85,24 @@ class Gathers:
     def wait_all(self) -> None:
         """Every parameter is that of the last step afterwards. Where gathers have failed: the error of the first, every
         time that this is asked or a parameter is read, until `detach`."""
-        if self.running:
+        if waited := list(self.running):
             # What a capture that has failed left here never runs.
             captured = core.is_capturing(self._device)
-            core.wait_all([gather for gather, _ in self.running if captured or not gather.is_captured])
-            self._forget()
+            core.wait_all([gather for gather, _ in waited if captured or not gather.is_captured])
+            self._forget(waited)
 
     def wait_for(self, params: Collection[int]) -> None:
         """The same of these parameters alone."""
         for index in params:
             arrive(self._params[index])
 
-    def _forget(self) -> None:
-        for param in self._params if self._overlaps else ():
+    def _forget(self, gathers: list[tuple[core.Handle, int]]) -> None:
+        # One by one: a step in another thread may be adding to the list, another wait be taking out of it.
+        for gather in gathers:
+            with contextlib.suppress(ValueError):
+                self.running.remove(gather)
+        for param in self._params if self._overlaps and not self.running else ():
             forget(param)
-        self.running = []
 
     @property
     def pending(self) -> list[int]:
@@ -140,4 +144,4 @@ class Gathers:
         for prefetch in self._prefetches:
             prefetch.remove()
         self._prefetches.clear()
-        self._forget()
+        self._forget(list(self.running))

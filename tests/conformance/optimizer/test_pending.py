@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,3 +273,25 @@ BODIES = [look_without_reading, copy_and_forget, drop_the_optimizer, train_anoth
 def test_on_two_ranks(body: Callable[[Communicator], Any]) -> None:
     first, second = run_local(2, body)
     assert_bitwise_equal(first, second)
+
+
+def test_a_wait_of_another_thread_leaves_the_gathers_of_a_step_to_it() -> None:
+    """It comes while the step has started its first gather."""
+
+    def body(comm: Communicator) -> None:
+        t = Trained(comm, expects_pending=False, overlap_param_sync=False)
+        engine: Any = t.opt._engine
+        steps, found = engine._assembly.steps, []  # type: ignore[var-annotated]
+
+        def run(step: Any, begun: Any, order: Any, used: bytes, running: Any) -> None:
+            for number in order:
+                steps.run(step, begun, [number], used, running)
+                found.append(running[-1][0])
+                if len(found) == 1:
+                    t.opt.param_sync()
+
+        engine._assembly = replace(engine._assembly, steps=SimpleNamespace(run=run))
+        t.step()
+        assert len(found) > 1 and all(handle._is_over for handle in found)
+
+    run_local(2, body)
