@@ -379,7 +379,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     }
     const py::object deferred = take_deferred(context.index);
     set_grad(param, deferred ? deferred : py::object(py::none()));
-    param.is_taken = true;
+    param.is_taken = !deferred;
   }
 
   void on_gradient(Context& context, PyObject* tensor, PyObject* self) {
