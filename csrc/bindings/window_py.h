@@ -6,10 +6,10 @@
 // would add to it, which goes through Python's dispatcher. So from the first repeat on a hook *before* accumulation takes the
 // placeholder out, or puts the deferred tensor of no_sync() in its place, and autograd hands over the next gradient, or adds
 // to the deferred one. It does so only where nothing can come in between, and nobody else looks at p.grad before ours does:
-// it is the last hook of its kind, the gradient's hook the only one, and the backward is no torch.autograd.grad(). Both are C
-// functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is
-// rare: a gradient that is no plain tensor in the order of its parameter, one that meets a pending factor, a hook that was
-// registered after ours, captures, errors.
+// it is the last hook before accumulation, ours is the only one after it, and the backward is no torch.autograd.grad(). Both
+// are C functions and know the window weakly. Python (grads/window.py, `owner`) is asked for what is rare: a gradient that is
+// no plain tensor in the order of its parameter, one that meets a pending factor, a hook that was registered after ours,
+// captures, errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -243,7 +243,6 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   void release() {
     is_released_ = true;
     for (Param& param : params_) {
-      param.is_taken = false;
       if (grad_of(param).is(param.placeholder)) {
         set_grad(param, py::none());
       }

@@ -29,6 +29,7 @@ from bucketwheel.errors import CaptureError, CommTimeout, PeerError
 from bucketwheel.native import core
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.bits import assert_bitwise_equal
+from tests.support.nodes import Node, Stop, stop
 from tests.support.optim_twins import dyadic, loss_of, make_params, run_local
 from tests.support.simulated_cuda import Calls, Graph, load, posing
 
@@ -366,38 +367,19 @@ def test_threads_may_run_backward_while_another_closes(closes: str) -> None:
 # ---- backwards from which no gradient comes
 
 
-class _Broken(torch.autograd.Function):
-    """The parameter itself; its backward gives a gradient, or none, or fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
-        if ctx.how == "fails":
-            raise ArithmeticError
-        return (None if ctx.how == "none" else grad), None
-
-
 def autograd_grad(rank: Rank) -> None:
     found = torch.autograd.grad(loss_of(rank.params, dyadic(rank.params, 8)), rank.params)
     assert_bitwise_equal(list(found), dyadic(rank.params, 8))
 
 
 def no_gradient(rank: Rank) -> None:
-    sum(_Broken.apply(param, "none").sum() for param in rank.params).backward()
+    sum(Node.apply(param, "none", None).sum() for param in rank.params).backward()
 
 
 def failing_hook(rank: Rank) -> None:
     """It comes behind ours."""
-
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError
-
-    handle = rank.params[ODD].register_hook(fail)
-    with pytest.raises(ArithmeticError):
+    handle = rank.params[ODD].register_hook(stop)
+    with pytest.raises(Stop):
         loss_of(rank.params, dyadic(rank.params, 8), lambda i: i == ODD).backward()
     handle.remove()
 
@@ -435,35 +417,20 @@ def know_repeats(rank: Rank) -> None:
     rank.opt.zero_grad()
 
 
-class _Nested(torch.autograd.Function):
-    """Its backward calls a function; ``gives``: whether it gives a gradient too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None], gives: bool) -> Tensor:
-        ctx.act, ctx.gives = act, gives
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        with torch.enable_grad():
-            ctx.act()
-        return grad if ctx.gives else None, None, None
-
-
 @DEVICES
 @pytest.mark.parametrize("inner", ["none", "no_sync"])
 def test_a_backward_within_autograd_grad(inner: str, device: str | None) -> None:
     def script(params: list[Parameter], no_sync: Callable[[], Any]) -> None:
         def act() -> None:
             if inner == "none":
-                _Broken.apply(params[ODD], "none").sum().backward()
+                Node.apply(params[ODD], "none", None).sum().backward()
             else:
                 with no_sync():
                     (2 * params[ODD]).sum().backward()
 
         sum(param.sum() for param in params).backward()
         z = torch.ones(1, requires_grad=True)
-        loss = sum(((7 * param).sum() for param in params), _Nested.apply(z, act, True).sum())
+        loss = sum(((7 * param).sum() for param in params), Node.apply(z, "", act).sum())
         torch.autograd.grad(loss, [*params, z])
         (4 * params[ODD]).sum().backward()
 
@@ -619,8 +586,8 @@ def test_nothing_is_held_after_a_backward_that_failed() -> None:
         rank = Rank(comm, small_params())
         static = dyadic(rank.params, 3)[ODD].clone()
         kept = static.clone()
-        early = _Broken.apply(rank.params[FIRST], "fails").sum()
-        with pytest.raises(ArithmeticError):
+        early = Node.apply(rank.params[FIRST], "fails", None).sum()
+        with pytest.raises(Stop):
             (early + _Give.apply(rank.params[ODD], static)).backward()
         found = rank.sync.memory()
         assert (found["held"], found["held_peak"]) == (0, static.nbytes)
@@ -645,7 +612,7 @@ def test_what_is_held_is_replaced() -> None:
             rank.params[ODD].grad = None
             rank.give(ODD, torch.stack([grads[2]] * 3)[1])
 
-        early = _Nested.apply(rank.params[FIRST], replace, False).sum()
+        early = Node.apply(rank.params[FIRST], "none", replace).sum()
         (early + _Give.apply(rank.params[ODD], grads[ODD])).backward()
         assert rank.sync.memory()["held"] == 0
         assert_bitwise_equal(rank.opt.full_grad(rank.params[ODD]), grads[2])

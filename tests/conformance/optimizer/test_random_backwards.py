@@ -17,37 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.bits import assert_bitwise_equal
+from tests.support.nodes import Node, Stop, stop
 from tests.support.optim_twins import TorchTwin, run_local
 from tests.support.simulated_cuda import posing
 
 COUNT, STEPS = 4, 12
 Op = tuple[Any, ...]  # its kind and what it is about
-
-
-class Stop(Exception):  # noqa: N818 (no error)
-    pass
-
-
-def stop(_: Tensor) -> None:
-    raise Stop
-
-
-class Node(torch.autograd.Function):
-    """Its backward calls a function, and gives its gradient, gives none or fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: str, act: Callable[[], None] | None) -> Tensor:
-        ctx.how, ctx.act = how, act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        if ctx.act is not None:
-            with torch.enable_grad():
-                ctx.act()
-        if ctx.how == "fails":
-            raise Stop
-        return (None if ctx.how == "none" else grad), None, None
 
 
 class Side:

@@ -130,8 +130,8 @@ int enqueue(cudaStream_t stream, Task work) {
 // What tests ask for beside the runtime, by ctypes.
 extern "C" {
 __attribute__((visibility("default"))) void fake_cuda_set_delays(uint64_t seed) { delay_seed = seed; }
-// Streams run functions of the host at once and do nothing else that they are given, and every event is complete: what is left of a call is its caller's.
-// Not while anything is in a stream.
+// Streams run functions of the host at once and do nothing else that they are given, and every event is complete: what is
+// left of a call is its caller's. Not while anything is in a stream.
 __attribute__((visibility("default"))) void fake_cuda_drop_work(int drops) { drops_work = drops != 0; }
 __attribute__((visibility("default"))) void fake_cuda_set_capacity(size_t size_bytes) { capacity_bytes = size_bytes; }
 __attribute__((visibility("default"))) size_t fake_cuda_allocated_bytes() { return allocated_bytes; }
