@@ -255,9 +255,12 @@ inline HandleRef broadcast_tensor(Comm& comm, py::handle tensor, int root, py::h
 
 // Of a reduce-scatter; without `op` of an all-gather.
 inline std::shared_ptr<Request> make_request(const CommRef& comm, const py::sequence& outputs,
-                                             const py::sequence& inputs, py::handle op) {
-  const OperationKind kind =
-      op.is_none() ? OperationKind{} : OperationKind{Collective::kReduceScatter, reduction_of(op), 0};
+                                             const py::sequence& inputs, py::handle op, uint32_t unit) {
+  OperationKind kind;
+  if (!op.is_none()) {
+    kind = {Collective::kReduceScatter, reduction_of(op)};
+  }
+  kind.unit = unit;
   return TensorPairs(kind.collective, outputs, inputs, *comm).request(comm, kind);
 }
 
@@ -455,11 +458,12 @@ inline void bind_comm(py::module_& m) {
       .def("start", &start_request, py::arg("stream") = py::none(), py::arg("after") = std::vector<HandleRef>(),
            py::arg("timing") = false);
   m.def("make_request", &make_request, py::arg("comm"), py::arg("outputs"), py::arg("inputs"),
-        py::arg("op") = py::none());
+        py::arg("op") = py::none(), py::arg("unit") = 0);
   // Its destructor waits for a look, which needs no GIL.
   py::class_<Tie, std::shared_ptr<Tie>>(m, "Tie")
       .def(py::init<CommRef, CommRef>(), py::arg("one"), py::arg("other"))
       .def("look", &Tie::look, Unlocked());
+  m.attr("END_OF_WINDOW") = kEndOfWindow;
   m.attr("MAX_PAYLOAD_BYTES") = Comm::kMaxPayloadBytes;
   bind_host_comms(m);
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -32,6 +33,18 @@ auto property_of(std::vector<T> GradTable::* field) {
                      BW_EXPECTS(bytes.size() == (self.*field).size() * sizeof(T), "values of other parameters");
                      std::memcpy((self.*field).data(), bytes.data(), bytes.size());
                    }};
+}
+
+// For profilers: that a bucket's reduction has been started.
+inline void label_reduction(int bucket, bool, int64_t) {
+  static PyObject* const module =
+      py::module_::import("torch.autograd.profiler").release().ptr();  // lives as long as the process
+  const py::handle profiler(module);
+  if (profiler.attr("_is_profiler_enabled").ptr() == Py_True) {
+    const py::object label = profiler.attr("record_function")("bucketwheel.reduce bucket " + std::to_string(bucket));
+    label.attr("__enter__")();
+    label.attr("__exit__")(py::none(), py::none(), py::none());
+  }
 }
 
 inline void bind_grad_table(py::module_& m) {

@@ -16,6 +16,7 @@
 #include "bindings/peers_py.h"
 #include "bindings/placement_py.h"
 #include "bindings/pool_py.h"
+#include "bindings/residency_py.h"
 #include "bindings/step_py.h"
 #include "bindings/window_py.h"
 
@@ -39,4 +40,5 @@ PYBIND11_MODULE(_cpu, m) {
   bucketwheel::bind_grad_table(m);
   bucketwheel::bind_window(m);
   bucketwheel::bind_step(m);
+  bucketwheel::bind_residency(m);
 }

@@ -46,7 +46,7 @@ inline py::bytes addresses_of(const py::list& tensors) {
 
 class StepBuckets {
  public:
-  // `params`: that have a part in the bucket. `gather`: a Request.
+  // `params`: that have a part in the bucket. `gather`: a Request; None: its parameters are gathered elsewhere.
   void add(std::vector<size_t> params, int64_t first_row, int64_t last_row, py::object gather) {
     buckets_.push_back({std::move(params), first_row, last_row, std::move(gather)});
   }
@@ -62,7 +62,9 @@ class StepBuckets {
       if (!step.is_none()) {
         step(*begun, bucket.first_row, bucket.last_row);
       }
-      running.append(py::make_tuple(bucket.gather.attr("start")(), number));
+      if (!bucket.gather.is_none()) {
+        running.append(py::make_tuple(bucket.gather.attr("start")(), number));
+      }
     }
   }
 
@@ -80,7 +82,8 @@ inline void bind_step(py::module_& m) {
   m.def("addresses", &addresses_of, py::arg("tensors"));
   py::class_<StepBuckets>(m, "StepBuckets")
       .def(py::init<>())
-      .def("add", &StepBuckets::add, py::arg("params"), py::arg("first_row"), py::arg("last_row"), py::arg("gather"))
+      .def("add", &StepBuckets::add, py::arg("params"), py::arg("first_row"), py::arg("last_row"),
+           py::arg("gather").none(true))
       .def("run", &StepBuckets::run, py::arg("step").none(true), py::arg("begun"), py::arg("order"), py::arg("used"),
            py::arg("running"));
 }

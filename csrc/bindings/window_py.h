@@ -60,9 +60,12 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
            const std::vector<std::pair<py::object, py::object>>& params, bool overlap, bool is_capturable)
       : window_(std::move(window)), owner_(std::move(owner)), overlap_(overlap), is_capturable_(is_capturable) {
     for (const auto& [param, placeholder] : params) {
-      const dlpack::Described own = dlpack::describe(param);
-      params_.push_back({param, placeholder, own.shape, own.strides, own.numel, own.dtype});
+      const auto dtype = py::str(param.attr("dtype")).cast<std::string>().substr(sizeof("torch.") - 1);
+      const auto sizes = [&](const py::object& of) { return of.cast<std::vector<int64_t>>(); };
+      params_.push_back({param, placeholder, sizes(param.attr("shape")), sizes(param.attr("stride")()),
+                         param.attr("numel")().cast<int64_t>(), dtype_named(dtype)});  // a sharded one has no memory
     }
+    window_->observer = &label_reduction;
   }
   ~PyWindow() {
     window_->observer = nullptr;  // a Python function
@@ -71,9 +74,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   }
   PyWindow(const PyWindow&) = delete;
   PyWindow& operator=(const PyWindow&) = delete;
-
   Window& window() { return *window_; }
-
   // ---- the gate: `with window:`, in which all calls below are made
   void lock() {
     if (!window_->gate.try_lock()) {

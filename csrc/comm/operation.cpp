@@ -118,6 +118,7 @@ Description Operation::description() const {
   out.reduce = static_cast<uint8_t>(reduction.op);
   out.factor = reduction.factor;
   out.root = root;
+  out.unit = unit;
   out.tensors = pairs.size();
   out.size_bytes = size_bytes;
   for (size_t i = 0; i < std::min(pairs.size(), Description::kShown); ++i) {
@@ -136,6 +137,10 @@ std::string text_of(const Description& description) {
   }
   if (collective == Collective::kBroadcast) {
     out += " from rank " + std::to_string(description.root);
+  }
+  if (description.unit != 0) {
+    out += description.unit == kEndOfWindow ? " at the end of a window of gradients"
+                                            : " for unit " + std::to_string(description.unit - 1);
   }
   out += " of " + std::to_string(description.tensors) + (description.tensors == 1 ? " tensor, " : " tensors, ") +
          std::to_string(description.size_bytes) + " bytes:";
@@ -171,6 +176,7 @@ std::shared_ptr<Operation> make_operation(const OperationKind& kind, std::vector
   hash.add(static_cast<uint64_t>(kind.collective) << 8 | static_cast<uint64_t>(kind.reduction.op));
   hash.add(std::bit_cast<uint64_t>(kind.reduction.factor));
   hash.add(static_cast<uint64_t>(kind.root));
+  hash.add(kind.unit);
   hash.add(pairs.size());
   op->inputs.reserve(pairs.size());
   for (size_t i = 0; i < pairs.size(); ++i) {

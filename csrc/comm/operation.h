@@ -15,11 +15,14 @@ namespace bucketwheel {
 const char* name_of(Collective collective);
 const char* name_of(ReduceOp op);
 
+inline constexpr uint32_t kEndOfWindow = uint32_t{1} << 31;  // a unit's number: of the gather at the end of a window
+
 // What is done, without the tensors.
 struct OperationKind {
   Collective collective = Collective::kAllGather;
   Reduction reduction;  // of a reduce-scatter
   int root = 0;         // of a broadcast
+  uint32_t unit = 0;    // which of several alike operations it is, if the caller says so: from 1
 };
 
 // What an operation is, for messages: with its first tensors. Plain data, which ranks of one host read of each other.
@@ -27,6 +30,7 @@ struct Description {
   uint8_t collective;
   uint8_t reduce;
   int32_t root;
+  uint32_t unit;
   double factor;
   uint64_t tensors;
   uint64_t size_bytes;

@@ -15,6 +15,8 @@
 
 namespace bucketwheel {
 
+constexpr int kPoison = 0xFF;  // NaN, as in pools
+
 // One turn of one buffer: from enter() to leave().
 struct Turn {
   std::byte* data = nullptr;  // null: no turn

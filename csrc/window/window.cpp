@@ -13,8 +13,6 @@
 namespace bucketwheel {
 namespace {
 
-constexpr int kPoison = 0xFF;  // NaN, as in pools
-
 std::vector<std::vector<int>> buckets_of(const std::vector<BucketSpec>& buckets, size_t params) {
   std::vector<std::vector<int>> out(params);
   for (size_t bucket = 0; bucket < buckets.size(); ++bucket) {
