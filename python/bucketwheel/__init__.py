@@ -32,17 +32,20 @@ from bucketwheel.errors import (
     ReleasedTwice,
     SeveralParamGroups,
     ShardedGradError,
+    ShardedParamError,
     SizeExceedsPlan,
     UnknownKey,
     UseAfterRelease,
 )
 from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
 from bucketwheel.layout.packing import Packing, PackItem, pack
+from bucketwheel.optim.local_shards import local_shards
 from bucketwheel.optim.module_sync import ModuleSync, sync_module
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.optim.trainer_callback import trainer_callback
 from bucketwheel.pool.fsdp2 import pool_for_fsdp2
 from bucketwheel.pool.pool import Lease, Pool, PoolStats
+from bucketwheel.shard.module import shard
 
 if not TYPE_CHECKING:  # or every name would pass the type checker
     from bucketwheel.optim.other_optimizers import missing_name as __getattr__  # noqa: F401
@@ -83,6 +86,7 @@ __all__ = [
     "SeveralParamGroups",
     "ShardedAdamW",
     "ShardedGradError",
+    "ShardedParamError",
     "Snapshots",
     "UseAfterRelease",
     "__version__",
@@ -90,9 +94,11 @@ __all__ = [
     "all_gather",
     "checkpoint",
     "l2_norm",
+    "local_shards",
     "pack",
     "pool_for_fsdp2",
     "reduce_scatter",
+    "shard",
     "sync_module",
     "trainer_callback",
     "wait_all",

@@ -191,3 +191,7 @@ class CrossRankMismatch(PoolError):
 
 class ShardedGradError(Error):
     """Code asked for the values of a gradient that is sharded over the ranks."""
+
+
+class ShardedParamError(Error):
+    """Code asked for the values of a parameter that is sharded over the ranks, while it is not gathered."""

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 # [Note: on the host] All of the package works on the host: `torch.compile` calls it between two graphs, and does not look
 # inside, where it would meet native objects and parameters that change their class. But these hooks are called by what
 # others compile, and decide by themselves:
-_TRACED = {"gathers/module_hooks.py", "optim/foreign_steps.py"}
+_TRACED = {"residency/module_hooks.py", "optim/foreign_steps.py"}
 
 # Without the public function's look at its argument: 0.15 us of every call.
 increment_version: Callable[[list[torch.Tensor]], None] = getattr(

@@ -9,12 +9,15 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from bucketwheel.checkpoint.boxes import Box, boxes_of
 from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.leased_params import LeasedParams
 from bucketwheel.layout.masters import join_master
 from bucketwheel.layout.shard_memory import ShardMemory
+from bucketwheel.layout.shard_store import ranges_of
 
 PARAM = "param"  # beside the names of the states
 
@@ -86,7 +89,8 @@ def live_boxes(engine: Engine, info: ParamInfo) -> list[tuple[Box, dict[str, Ten
     shape, states = info.param.shape, engine.states[info.index]
     parts, ranges = engine.value_parts(info.index), engine.owned_ranges(info.index)
     if info.param.numel() == 0:  # one rank must say that there is such a tensor
-        parts, ranges = ([info.param.detach()], [(0, 0)]) if engine.part[0] == 0 else ([], [])
+        nothing = torch.empty(0, dtype=info.dtype, device=info.device)
+        parts, ranges = ([nothing], [(0, 0)]) if engine.part[0] == 0 else ([], [])
     flat = {name: state.as_strided((state.numel(),), (1,)) for name, state in states.items()}
     found = []
     at = 0
@@ -94,6 +98,22 @@ def live_boxes(engine: Engine, info: ParamInfo) -> list[tuple[Box, dict[str, Ten
         for box in boxes_of(shape, info.stride, [(begin, end)]):
             views = {name: _view(state, box, at) for name, state in flat.items()}
             found.append((box, {PARAM: _view(values, box, 0), **views}))
+        at += end - begin
+    return found
+
+
+def sharded_boxes(param: Tensor, home: LeasedParams) -> list[tuple[Box, Tensor]]:
+    """The boxes that this rank owns of a sharded parameter that no optimizer trains, each with a view of the values."""
+    packed = next(at for at, info in enumerate(home.infos) if info.param is param)
+    values = home.parts_of(packed, home.masters)
+    ranges = ranges_of(home.packing, packed)[home.rank]
+    if param.numel() == 0 and home.rank == 0:
+        ranges = [(0, 0)]
+    found, at = [], 0
+    for begin, end in ranges:
+        found += [
+            (box, _view(values, box, at)) for box in boxes_of(param.shape, home.infos[packed].stride, [(begin, end)])
+        ]
         at += end - begin
     return found
 

@@ -26,7 +26,16 @@ from torch.nn.parameter import is_lazy
 from bucketwheel.checkpoint.boxes import Box
 from bucketwheel.checkpoint.everyone import everyone_of
 from bucketwheel.checkpoint.format import folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, part_of, parts_of
+from bucketwheel.checkpoint.live import (
+    PARAM,
+    Engine,
+    ShardedOptimizer,
+    engine_of,
+    live_boxes,
+    part_of,
+    parts_of,
+    sharded_boxes,
+)
 from bucketwheel.checkpoint.param_numbers import WRAPPERS, follow_names, numbered_groups, prefix_of
 from bucketwheel.checkpoint.reader import Reader, pieces_of
 from bucketwheel.checkpoint.saving import EXTRA_OF, WHOLE, finish_before, is_extra_state, model_tensors
@@ -34,6 +43,7 @@ from bucketwheel.checkpoint.tensor_shard import StoredState
 from bucketwheel.checkpoint.writer import CHUNK_BYTES
 from bucketwheel.errors import CheckpointError, failing_together
 from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.leased_params import home_of
 from bucketwheel.layout.masters import load_master, moments_of, saved_names
 from bucketwheel.torch_internals import loads_its_own_way
 
@@ -211,6 +221,10 @@ class _Checkpoint:
             if self._engine is not None and value in known:
                 boxes = live_boxes(self._engine, known[value])
                 self._of_model += self._reads_of(key, [(box, parts_of(views, PARAM)) for box, views in boxes])
+            elif (home := home_of(value)) is not None:
+                if home.sharded_by is not None:
+                    home.sharded_by.before_write()
+                self._of_model += self._reads_of(key, [(box, (view,)) for box, view in sharded_boxes(value, home)])
             else:
                 self._of_model += self._reads_of(key, [_whole(value.detach())])
 

@@ -13,6 +13,7 @@ import torch
 
 from bucketwheel.checkpoint.live import ShardedOptimizer, engine_of
 from bucketwheel.errors import failing_together
+from bucketwheel.layout.leased_params import home_of
 
 
 def save_safetensors(
@@ -34,6 +35,11 @@ def save_safetensors(
     ImportError without the packages of ``bucketwheel[hf]``. OSError where ``directory`` cannot be written.
     """
     engine = engine_of(optimizer)
+    for name, param in model.named_parameters():
+        if home_of(param) is not None and type(param) is not torch.nn.Parameter:
+            raise ValueError(
+                f"save_safetensors: parameter {name!r} is sharded; call it inside `with model.full_params():`, on rank 0"
+            )
     with nullcontext() if engine is None else failing_together(engine.expect_done_by_all, "save_safetensors"):
         if engine is None or engine.ranks[0] == 0:
             _write(os.fspath(directory), model, max_shard_size)

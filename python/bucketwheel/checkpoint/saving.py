@@ -38,13 +38,14 @@ from torch.nn import Module, Parameter
 
 from bucketwheel.checkpoint.everyone import Board, Everyone, FailedElsewhere, everyone_of
 from bucketwheel.checkpoint.format import Stored, Sums, describe, folder_of
-from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of
+from bucketwheel.checkpoint.live import PARAM, Engine, ShardedOptimizer, engine_of, live_boxes, parts_of, sharded_boxes
 from bucketwheel.checkpoint.param_numbers import numbered_groups, numbers_of
 from bucketwheel.checkpoint.plain_values import digest_of, expect_loadable, is_kept_by_entries, pickled
 from bucketwheel.checkpoint.staging import LiveTensor, SaveStats, Staging, Watched
 from bucketwheel.checkpoint.writer import BUFFER_BYTES, CHUNK_BYTES, SAVING, DataFile, publish, start
 from bucketwheel.errors import CheckpointError, expect_int, failing_together
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
+from bucketwheel.layout.leased_params import home_of
 from bucketwheel.layout.masters import saved_names
 
 STAGING_BYTES = 256 << 20
@@ -201,17 +202,22 @@ class _Contents:
                     self.same[f"model.{key}"] = f"model.{written}"
                 if value in known:
                     found[key] = _Sharded(known[value], PARAM)
+                elif (home := home_of(value)) is not None:  # frozen, or of no optimizer
+                    found[key] = _Sharded(home.info_of(value), PARAM)
         return found
 
     def _add_sharded(self, leaves: Mapping[str, Any]) -> None:
         """In the order in which a step will write to them. Replicas share the boxes of their shard out among them."""
+        for key, leaf in leaves.items():
+            if isinstance(leaf, _Sharded) and leaf.info.index < 0 and key not in self.same:
+                self._add_untrained(key, leaf.info)
         if self.engine is None:
             return
         world = self.engine.part[1]
         turns = _Turns(self.size // world, self.rank // world)
         of_param: dict[int, list[tuple[str, str]]] = {}
         for key, leaf in leaves.items():
-            if isinstance(leaf, _Sharded) and key not in self.same:
+            if isinstance(leaf, _Sharded) and leaf.info.index >= 0 and key not in self.same:
                 of_param.setdefault(leaf.info.index, []).append((key, leaf.name))
         for index in dict.fromkeys([*self.engine.write_order(), *of_param]):  # those without elements are in no bucket
             info, states = self.engine.infos[index], self.engine.states[index]
@@ -229,6 +235,18 @@ class _Contents:
                         data = LiveTensor(self.staging, index, views, dtype, watched)
                         place = MetadataIndex(key, torch.Size(box.offsets))
                         self.items.append((place, tuple(info.param.shape), data, nbytes))
+
+    def _add_untrained(self, key: str, info: ParamInfo) -> None:
+        """A sharded parameter that no optimizer trains."""
+        home = home_of(info.param)
+        assert home is not None
+        if self.rank // home.packing.world:  # a replica
+            return
+        watched = Watched(f"parameter {info.name!r}", home.values)
+        for box, view in sharded_boxes(info.param, home):
+            data = LiveTensor(self.staging, None, [view], view.dtype, watched)
+            place = MetadataIndex(key, torch.Size(box.offsets))
+            self.items.append((place, tuple(info.param.shape), data, view.nbytes))
 
     def _add_others(self, leaves: Mapping[str, Any]) -> None:
         """All ranks have the same frozen parameters and steps, so each writes some of them. Rank 0 writes the rest."""
@@ -279,7 +297,7 @@ def model_tensors(model: Module) -> dict[str, Any]:
     for key, value in found.items():
         if not isinstance(value, Tensor) and not is_extra_state(key):
             raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
-        if isinstance(value, Tensor) and not is_plain(value):
+        if isinstance(value, Tensor) and home_of(value) is None and not is_plain(value):
             what = f"is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint saves and loads"
             meta = "has no values, on the meta device: call model.to_empty(device=...) before the optimizer is made"
             raise TypeError(f"'model.{key}' {meta if value.is_meta else what}")

@@ -26,7 +26,7 @@ from bucketwheel.kernels.adam_rows import GradFactors
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.packing import Packing
 from bucketwheel.layout.precision import norm_dtype_of
-from bucketwheel.layout.shards import ranges_of
+from bucketwheel.layout.shard_store import ranges_of
 from bucketwheel.native import core
 
 
@@ -97,6 +97,9 @@ class ReducedGrads:
         self.table.set_pieces(info.index, [piece.grad for piece in pieces])
         if self._arrival_sums is not None:
             self._arrival_sums.add([(piece.accumulator, piece.row) for piece in pieces])
+
+    def pieces_of(self, index: int) -> list[ShardPiece]:
+        return self._params[index].pieces
 
     def carry_over(self, old: ReducedGrads, indices: Sequence[int]) -> None:
         """Parameter i takes over the gradient of parameter indices[i] of ``old``. Do not use ``old`` afterwards."""

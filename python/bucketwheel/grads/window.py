@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -61,16 +61,18 @@ class GradWindow:
         max_inflight: int,
         is_static: bool = False,
         is_capturable: bool = False,
+        arrivals: Sequence[int] | None = None,
     ) -> None:
         self.comm = comm
         self.infos = list(infos)
         self.reduced = reduced
         self.params = [info.param for info in self.infos]
         self.side_pool = Pool(device=infos[0].device) if infos and comm.is_registered else comm.pool
-        self.plan = plan_window(buckets, limit=max_inflight, overlap=overlap)
+        self.plan = plan_window(buckets, limit=max_inflight, overlap=overlap, arrivals=arrivals)
         # Flags: which parameters have a gradient on any rank. Agreed by each `close`, until the next.
         self.held = bytes(len(self.infos))
         self.captures = Captures(comm.device, is_capturable=is_capturable)
+        self.before_close: Sequence[Callable[[], None]] = ()  # called before the ranks agree on a window
         self._is_on_cpu = comm.device < 0
         self._overlap = overlap
         self._no_sync_depth = 0
@@ -163,6 +165,8 @@ class GradWindow:
         another did not) or, if they agree on anything ([Note: static graph]), on ``facts``.
         ``is_the_last``: another object takes over, so no promise of a static graph is kept.
         """
+        for call in self.before_close:
+            call()
         with self._native, torch.no_grad():
             is_captured = self._expect_own_grads(why)
             found = self._native.sweep()  # 1. what no hook took
@@ -250,6 +254,8 @@ class GradWindow:
         What some have launched the others launch too, so that the communicators can go on. RuntimeError on every rank if some
         make another call. With a static graph nothing is asked: a rank that has dropped gradients aborts the communicator.
         """
+        for call in self.before_close:
+            call()
         with self._native, torch.no_grad():
             self._forget_capture()
             self._is_captured("close")

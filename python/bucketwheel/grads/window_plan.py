@@ -12,9 +12,11 @@ from bucketwheel.pool.placement import Interval
 from bucketwheel.pool.plan import Plan
 
 
-def plan_window(buckets: Sequence[GradBucket], *, limit: int, overlap: bool) -> Plan:
-    """For ``buckets`` in the order of their launches."""
-    params_of = [bucket.params for bucket in buckets]
+def plan_window(
+    buckets: Sequence[GradBucket], *, limit: int, overlap: bool, arrivals: Sequence[int] | None = None
+) -> Plan:
+    """For ``buckets`` in the order of their launches. The gradient of parameter i is the ``arrivals[i]``-th that comes."""
+    params_of = [bucket.params if arrivals is None else [-arrivals[i] for i in bucket.params] for bucket in buckets]
     intervals = intervals_in_order(params_of, limit=limit, overlap=overlap)
     return Plan.of_turns("grads", [bucket.nbytes for bucket in buckets], intervals)
 

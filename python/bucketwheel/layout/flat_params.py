@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.layout.packing import Granularity, Packing, PackItem, pack
+from bucketwheel.layout.packing import Granularity, Packing, PackItem, Segment, pack
+from bucketwheel.layout.precision import Precision
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.torch_internals import storage_users
 
@@ -135,6 +136,32 @@ class FlatParams:
         """The elements of the flat buffer from ``begin`` on, with the shape and strides of ``tensor``."""
         piece = self.lease.tensor(self.dtype, (tensor.numel(),), offset_bytes=begin * self.dtype.itemsize)
         return piece.as_strided(tensor.shape, tensor.stride()).data  # without its base, which would count as a holder
+
+    # As `LeasedParams`.
+
+    @property
+    def name(self) -> str:
+        return self.lease.key
+
+    @property
+    def nbytes(self) -> int:
+        return self.lease.nbytes
+
+    @property
+    def written(self) -> Tensor:
+        return self.flat
+
+    def own(self, segment: Segment) -> Tensor:
+        return self.flat.narrow(0, segment.flat_begin, segment.numel)
+
+    def wire_dtype(self, precision: Precision) -> torch.dtype:
+        return precision.wire_of(self.dtype)
+
+    def given_states(self, precision: Precision) -> dict[str, Tensor]:
+        return {}
+
+    def gathers(self, bucket_begin: int, numel: int) -> Tensor | None:
+        return self.flat.narrow(0, bucket_begin, numel)
 
     def expect_bindable(self, moved: Collection[int], *, is_registered: bool) -> bool:
         """RuntimeError naming the first of ``moved`` that cannot come back into the flat buffer: it has another dtype, device

@@ -158,13 +158,17 @@ class RankBucket:
     segments: tuple[Segment, ...]
 
 
-def rank_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int) -> list[RankBucket]:
-    """The buckets of all ``packings`` in the order in which they fill if gradients come from the last parameter to the first.
+def rank_buckets(
+    packings: Sequence[Packing], params: Sequence[Sequence[int]], rank: int, arrivals: Sequence[int] | None = None
+) -> list[RankBucket]:
+    """The buckets of all ``packings`` in the order in which they fill if gradients come from the last parameter to the first,
+    or if that of parameter i is the ``arrivals[i]``-th.
 
     ``params``: for each packing, the numbers of its parameters among all, -1 for those that are gone. A bucket that has held
     only these is left out.
     """
     count = sum(number >= 0 for numbers in params for number in numbers)
+    arrives = range(count - 1, -1, -1) if arrivals is None else arrivals
     found: list[tuple[int, RankBucket]] = []
     for space, (packing, numbers) in enumerate(zip(packings, params, strict=True)):
         parts: list[list[Segment]] = [[] for _ in packing.buckets]
@@ -178,7 +182,7 @@ def rank_buckets(packings: Sequence[Packing], params: Sequence[Sequence[int]], r
         for bucket, inside, owned in zip(packing.buckets, parts, segments, strict=True):
             if not inside and min(numbers) < 0:
                 continue
-            last_arrival = max((count - 1 - numbers[part.param] for part in inside), default=0)
+            last_arrival = max((arrives[numbers[part.param]] for part in inside), default=0)
             found.append((last_arrival, RankBucket(space, bucket, tuple(inside), tuple(owned))))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 

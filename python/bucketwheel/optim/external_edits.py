@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.nn import Parameter
 
 from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.leased_params import home_of
 from bucketwheel.native import core
 
 
@@ -41,7 +43,9 @@ class ExternalEdits:
 
     def add(self, infos: Sequence[ParamInfo]) -> None:
         """These are watched too, as they are now."""
-        params = [info.param for info in infos]
+        # Sharded ones come and go, and have no memory where others could write.
+        nothing = Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))
+        params = [nothing if home_of(info.param) is not None else info.param for info in infos]
         self._params += params
         self._versions += [param._version for param in params]
         self._addresses += core.addresses(params)

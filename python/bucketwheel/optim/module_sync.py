@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.group_comms import communicators_for
 from bucketwheel.comm.replicas import Reducer, reducer_of
 from bucketwheel.device import torch_device
-from bucketwheel.gathers.module_hooks import ModuleHook
 from bucketwheel.layout.flat_params import is_plain
 from bucketwheel.native import core
-from bucketwheel.optim.param_groups import communicators_for
 from bucketwheel.optim.rank_checks import bytes_of, expect_equal_lines
 from bucketwheel.optim.sharded_engine import engine_of
+from bucketwheel.residency.module_hooks import ModuleHook
 
 _CHUNK_BYTES = 64 * 2**20  # of a broadcast, which has as much memory of its own; or one tensor
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from bucketwheel.comm.arguments import seconds_of
-from bucketwheel.comm.backends import LocalRank, expect_group, expect_unlaunched
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.device import CPU, device_index, torch_device
+from bucketwheel.device import CPU, device_index
 from bucketwheel.errors import expect_int, expect_number
 from bucketwheel.kernels.adam_rows import expect_uniform_flags
 from bucketwheel.layout.flat_params import ParamInfo, expect_apart
+from bucketwheel.layout.leased_params import home_of, plain_params
 from bucketwheel.layout.precision import PARAM_DTYPES, Precision
 
 _MISSPELT = 0.86  # how much of two keys is the same, at least, where one of them is the other, misspelt
@@ -157,13 +154,14 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
         if param in first:
             raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
         first[param] = name
-        if type(param.data) is not Tensor or param.layout != torch.strided:
+        is_sharded = home_of(param) is not None
+        if not is_sharded and (type(param.data) is not Tensor or param.layout != torch.strided):
             hint = "; ShardedAdamW shards by itself: leave fully_shard or distribute_tensor out, or pass to_local()"
             raise TypeError(
                 f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 f"{hint if hasattr(param, 'to_local') else ''}"
             )
-        if param.is_neg():
+        if not is_sharded and param.is_neg():
             raise ValueError(
                 f"parameter {name!r} is a negative view (is_neg()), whose memory lacks the sign; give it memory of "
                 "its own, p.data = p.data.resolve_neg()"
@@ -191,7 +189,8 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
         index = len(known) + len(infos)
         kind = (param.dtype, param.stride(), param.device)
         infos.append(ParamInfo(index, name, param, g, granularity, *kind, is_named))
-    expect_apart(infos, [*frozen_in(param_groups), *(("a parameter given before", p) for p in known)])
+    others = [*frozen_in(param_groups), *(("a parameter given before", p) for p in known)]
+    expect_apart(plain_params(infos), [(name, param) for name, param in others if home_of(param) is None])
     expect_uniform_flags(param_groups)
     return infos
 
@@ -206,88 +205,35 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _communicator_for(
-    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
-    device: torch.device,
-    timeout_s: float | None,
-    name: str,
-    *,
-    argument: str = "process_group",
-    needs_one: bool = False,
-) -> Communicator | None:
-    """Where gradients are reduced; None: no other ranks, so no communication is needed, unless it ``needs_one``."""
-    if isinstance(process_group, Communicator):
-        if timeout_s is not None:
-            raise ValueError(
-                f"timeout_s={timeout_s} is for the communicators that the optimizer makes; {argument} is one, which keeps "
-                "its own: give that to Communicator(timeout_s=...)"
-            )
-        if process_group.device != device_index(device):
-            raise ValueError(
-                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
-                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
-            )
-        return process_group
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        expect_unlaunched()
+def of_sharded(
+    infos: Sequence[ParamInfo], groups: tuple[Any, Any], options: OptimizerOptions
+) -> tuple[Communicator, Communicator | None] | None:
+    """The communicators of the model that `bucketwheel.shard` has made of some of the parameters; None: it has of none.
+
+    ValueError where ``groups`` are others, and for options without effect.
+    """
+    homes = [home_of(info.param) for info in infos]
+    by = list(dict.fromkeys(home.sharded_by for home in homes if home is not None and home.sharded_by is not None))
+    if not by:
         return None
-    size = _size_of(process_group)
-    if size < 0:  # torch's group of somebody else
+    if len(by) > 1:
+        raise ValueError("the parameters belong to several models that were sharded apart; make an optimizer for each")
+    found = by[0]
+    known = ((None, found.comm, *found.groups[:1]), (None, found.replicate, *found.groups[1:]))
+    if any(all(group is not one for one in ones) for group, ones in zip(groups, known, strict=True)):
         raise ValueError(
-            f"rank {dist.get_rank()} is not in {argument}; every rank passes the group that it belongs to, made by "
-            "dist.new_group on all ranks"
+            "process_group and replicate_group are those of bw.shard for sharded parameters: leave them out"
         )
-    if size == 1:
-        return Communicator(process_group, name=name, device=device, timeout_s=timeout_s) if needs_one else None
-    if device_index(device) == CPU or isinstance(process_group, LocalRank) or name != "optimizer":
-        return Communicator(process_group, name=name, device=device, timeout_s=timeout_s)
-    _, reduces = Communicator.pair(process_group, name=name, device=device, timeout_s=timeout_s)
-    return reduces
-
-
-def communicators_for(
-    process_group: dist.ProcessGroup | Communicator | LocalRank | None,
-    replicate_group: dist.ProcessGroup | Communicator | None,
-    device: torch.device,
-    timeout_s: float | None,
-    name: str = "optimizer",
-) -> tuple[Communicator | None, Communicator | None]:
-    """Where states are sharded, and where they are replicated; None for a direction without other ranks. Only an optimizer
-    has pairs of NCCL communicators."""
-    timeout_s = seconds_of(timeout_s, "timeout_s")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-    expect_group(process_group, "process_group", Communicator)
-    expect_group(replicate_group, "replicate_group", Communicator)
-    how = (device, timeout_s, name)
-    if replicate_group is None:
-        return _communicator_for(process_group, *how), None
-    if process_group is None:
-        raise ValueError(
-            "replicate_group needs a process_group: the ranks that this rank shards with (a group of one, to "
-            "replicate only)"
-        )
-    if _size_of(process_group) == _size_of(replicate_group) == 1:
-        return _communicator_for(process_group, *how), None
-    # A group of one rank too: whether others have more in theirs is found when they are compared.
-    shard = _communicator_for(process_group, *how, needs_one=True)
-    try:
-        return shard, _communicator_for(replicate_group, *how, argument="replicate_group", needs_one=True)
-    except BaseException:
-        if shard is not None and shard is not process_group:
-            shard.close(0.0)
-        raise
-
-
-def _size_of(group: dist.ProcessGroup | Communicator | LocalRank | None) -> int:
-    if isinstance(group, LocalRank):
-        return group.world.size
-    return group.size if isinstance(group, Communicator) else dist.get_world_size(group)
-
-
-def close_all(comms: Sequence[Communicator], timeout: float | None = None) -> None:
-    """What `communicators_for` made: each, and the other of its pair."""
-    with contextlib.ExitStack() as stack:  # every one, whichever fails
-        for comm in reversed(comms):
-            stack.callback(comm.close, timeout)
-            stack.callback(comm.gathers.close, timeout)
+    for info, home in zip(infos, homes, strict=True):
+        if home is not None and info.granularity is not None:
+            raise ValueError(
+                f"granularity={info.granularity!r} has no effect on {info.name!r}: bw.shard has cut it, on rows where that costs little"
+            )
+    if options.capturable:
+        raise ValueError("capturable=True does not go with sharded parameters: their gathers are not captured")
+    if all(home is not None for home in homes):
+        given = {"bucket_cap_mb": options.bucket_cap_mb, "overlap_param_sync": options.overlap_param_sync or None}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}={value} has no effect: all parameters are sharded by bw.shard, unit by unit")
+    return found.comm, found.replicate

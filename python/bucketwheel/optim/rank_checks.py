@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import warnings
 from collections.abc import Sequence
 
@@ -11,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bucketwheel._version import __version__
-from bucketwheel.comm.replicas import REPLICAS_MARK, Reducer
+from bucketwheel.comm.equal_lines import by_eight, digest_of, expect_equal_lines
+from bucketwheel.comm.replicas import Reducer
 from bucketwheel.device import buffer_of
 from bucketwheel.layout.flat_params import ParamInfo, is_plain
 
@@ -32,29 +31,6 @@ def expect_equal_layout(comm: Reducer, infos: Sequence[ParamInfo], groups: Seque
     )
 
 
-def expect_equal_lines(comm: Reducer, lines: Sequence[str], remedy: str = "") -> None:
-    """RuntimeError on every rank, with the first of ``lines`` that is not the same on all. Collective."""
-    payload = b"".join([struct.pack("<q", len(lines)), *(_digest(line.encode()) for line in lines)])
-    everyone = comm.exchange(payload[: comm.max_payload_bytes // 8 * 8])
-    if len(set(everyone)) == 1:
-        return
-    if any(other.startswith(REPLICAS_MARK) for other in everyone):
-        raise RuntimeError("some ranks of the process_group pass a replicate_group and this one does not")
-    fewest = min(struct.unpack_from("<q", other)[0] for other in everyone)
-    by_line = enumerate(zip(*(_by_eight(other)[1:] for other in everyone), strict=False))
-    at = next((i for i, digests in by_line if len(set(digests)) > 1), fewest)
-    mine = lines[at] if at < len(lines) else "nothing more"
-    said = [str(one, "utf-8", "ignore") for one in comm.exchange(mine.encode()[: comm.max_payload_bytes])]
-    other = next((rank for rank, one in enumerate(said) if one != said[0]), 0)  # 0: they differ behind what is sent
-    raise RuntimeError(
-        f"ranks disagree on what they were given: rank 0 has {said[0]}; rank {other} has {said[other]}{remedy}"
-    )
-
-
-def _by_eight(payload: bytes) -> list[bytes]:
-    return [payload[at : at + 8] for at in range(0, len(payload), 8)]
-
-
 def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[tuple[str, Tensor]]) -> None:
     """RuntimeError on every rank where one was given the parameters without names in another order than rank 0: they have
     the values of rank 0's, at other places. Other values are all right, rank 0's are taken.
@@ -64,8 +40,8 @@ def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[t
     unnamed = [info for info in infos if not info.is_named]
     frozen = [(name, param) for name, param in frozen if is_plain(param)]
     trained, kept = digests_of([info.param for info in unnamed]), digests_of([param for _, param in frozen])
-    payload = b"".join([_digest(b"".join(kept)), *trained, *kept])[: comm.max_payload_bytes // 8 * 8]
-    everyone = [_by_eight(of) for of in comm.exchange(payload)]
+    payload = b"".join([digest_of(b"".join(kept)), *trained, *kept])[: comm.max_payload_bytes // 8 * 8]
+    everyone = [by_eight(of) for of in comm.exchange(payload)]
     _expect_equal_order(unnamed, [of[1 : 1 + len(unnamed)] for of in everyone])
     if len({of[0] for of in everyone}) > 1:
         by_param = zip((name for name, _ in frozen), *(of[1 + len(unnamed) :] for of in everyone), strict=False)
@@ -102,7 +78,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def digests_of(tensors: Sequence[Tensor]) -> list[bytes]:
     """The bytes of each tensor, wherever it lies, in 8. Reads everything once; the host gets at most 2 KiB of each."""
     folded = [_folded(bytes_of(one)).cpu() for one in tensors]
-    return [_digest(buffer_of(one)) for one in folded]
+    return [digest_of(buffer_of(one)) for one in folded]
 
 
 def _folded(data: Tensor) -> Tensor:
@@ -110,7 +86,3 @@ def _folded(data: Tensor) -> Tensor:
     whole = data.numel() // _FOLDED * _FOLDED
     rows = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
     return torch.cat([rows.view(torch.int64).view(-1, _FOLDED // 8).sum(0).view(torch.uint8), data[whole:]])
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()

@@ -24,7 +24,7 @@ def memory_of(engine: ShardedEngine) -> dict[str, int]:
     """`ShardedAdamW.memory_summary` of a sharded optimizer."""
     found = Counter[str](dict.fromkeys(("params", "params_padding", "grads", "states"), 0))
     for space in engine.spaces:
-        found["params"] += space.flat.lease.nbytes
+        found["params"] += space.whole.nbytes
         found["params_padding"] += space.packing.padding * space.dtype.itemsize
         found["grads"] += space.grad.nbytes
         for name, shard in space.states.items():
@@ -87,7 +87,8 @@ def describe(engine: ShardedEngine) -> str:
         ranks += f", replicated {replicate.size} times ({replicate.backend})"
     usual = {field.name: field.default for field in fields(options) if field.default is not MISSING}
     said = [f"{name}={getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
-    said += [f"max_inflight_buckets={options.max_inflight_buckets}", f"buckets of {_size(engine.bucket_cap_bytes)}"]
+    said.append(f"max_inflight_buckets={options.max_inflight_buckets}")
+    said.append(f"buckets of {_size(engine.bucket_cap_bytes)}" if engine._flats else "buckets of sharded units")
     if comm.is_registered:
         said.append("registered memory")
     rows: list[Sequence[str]] = [("bucket", "wire", "MiB", "params", "padding", "cuts", "shard bytes", "from, to")]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from bucketwheel.checkpoint.plain_values import as_plain
 from bucketwheel.comm.backends import LocalRank
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.group_comms import close_all, communicators_for
 from bucketwheel.comm.public_call import name_methods
 from bucketwheel.errors import ClosedError, failing_together
 from bucketwheel.grads.agreement import NO_JOIN
@@ -32,12 +33,11 @@ from bucketwheel.optim.foreign_steps import refuse_foreign_steps
 from bucketwheel.optim.local_engine import LocalEngine
 from bucketwheel.optim.param_groups import (
     OptimizerOptions,
-    close_all,
-    communicators_for,
     expect_group_keys,
     expect_hyperparameters,
     frozen_in,
     group_texts,
+    of_sharded,
 )
 from bucketwheel.optim.sharded_engine import ShardedEngine
 from bucketwheel.optim.shown_state import ShownState, StateEdits
@@ -684,8 +684,9 @@ def _make_engine(
 ) -> LocalEngine | ShardedEngine:
     """The engine for the parameters, with the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
-    comm, replicate = communicators_for(*groups, trained.device, timeout_s)
-    owned = [made for made in (comm, replicate) if made is not None and made not in groups]
+    of_model = of_sharded(trained.infos, groups, options)
+    comm, replicate = of_model or communicators_for(*groups, trained.device, timeout_s)
+    owned = [made for made in (comm, replicate) if made is not None and made not in (*groups, *(of_model or ()))]
     try:
         options.expect_capturable_on(trained.device, comm)
         if comm is None:

@@ -18,27 +18,29 @@ from torch import Tensor
 
 from bucketwheel.comm.collectives import join
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.group_comms import close_all
 from bucketwheel.comm.replicas import reducer_of
 from bucketwheel.device import torch_device
 from bucketwheel.errors import CaptureError
-from bucketwheel.gathers.gathers import Gathers
 from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.flat_params import ParamInfo, expect_dense
+from bucketwheel.layout.flat_params import FlatParams, ParamInfo, expect_dense
+from bucketwheel.layout.leased_params import LeasedParams, ShardedBy, arrivals_of, home_of, plain_params
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
-from bucketwheel.layout.shards import Space
+from bucketwheel.layout.shard_store import ShardStore
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
 from bucketwheel.optim.owners import claim, expect_free, named, owner_of, release, take_over
-from bucketwheel.optim.param_groups import OptimizerOptions, close_all, group_texts
+from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.shown_state import StateEdits
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, register_memory
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
+from bucketwheel.residency.gathers import Gathers
 
 
 def engine_of(param: Tensor) -> ShardedEngine | None:
@@ -93,7 +95,7 @@ class ShardedEngine:
         self.device = comm.device
         self.steps = torch.zeros(0, dtype=torch.int64, device=torch_device(comm.device))
         self._state_pool = Pool(device=torch_device(comm.device))
-        self.spaces: list[Space] = []
+        self.spaces: list[ShardStore] = []
         self._edits = ExternalEdits(options.on_external_update)
         self.follows_params = self._edits.resync
         self._hyperparameters = Hyperparameters()
@@ -106,8 +108,8 @@ class ShardedEngine:
         expect_free(self._comms, {owner_of(info.param) for info in infos})
         try:
             expect_equal_layout(self.reducer, infos, groups, self._options_text())
-            compare_values(self.reducer, infos, frozen)
-            expect_dense(infos)
+            compare_values(self.reducer, plain_params(infos), [(n, p) for n, p in frozen if home_of(p) is None])
+            expect_dense(plain_params(infos))
             take_over(infos, self.reducer)
             claim([*self._comms, *named(infos)], self)
             self._take_in(infos)
@@ -140,12 +142,19 @@ class ShardedEngine:
 
     def _take_in(self, infos: Sequence[ParamInfo]) -> None:
         """Moves parameters into flat memory, with states that are new."""
-        dtypes = dict.fromkeys(info.dtype for info in infos)
-        spaces = [self._make_space([info for info in infos if info.dtype == dtype]) for dtype in dtypes]
+        flats = self._flatten(plain_params(infos))
+        leased = dict.fromkeys(home for info in infos if (home := home_of(info.param)) is not None)
+        by_param: dict[Tensor, ParamInfo] = {info.param: info for info in infos}
+        for home in leased:
+            home.renumber(by_param)
+            if home.sharded_by is not None:
+                home.sharded_by.engines.add(self)
         if self.options.broadcast_params:
-            for space in spaces:
-                self.reducer.broadcast(space.flat.flat).wait()
-            torch.autograd.graph.increment_version([info.param for info in infos])
+            for flat in flats:
+                self.reducer.broadcast(flat.flat).wait()
+            torch.autograd.graph.increment_version([info.param for info in plain_params(infos)])
+        wholes: list[FlatParams | LeasedParams] = [*flats, *leased]
+        spaces = [self._make_store(whole) for whole in wholes]
         for space in spaces:
             space.read_masters()
         self.infos += infos
@@ -153,18 +162,30 @@ class ShardedEngine:
         self._edits.add(infos)
         self.steps = torch.cat([self.steps, self.steps.new_zeros(len(infos))])
 
-    def _make_space(self, infos: Sequence[ParamInfo]) -> Space:
-        return Space(
-            infos,
-            rank=self.comm.rank,
-            world=self.world,
-            precision=self.options.precision,
-            bucket_cap_bytes=self.bucket_cap_bytes,
-            param_pool=self.comm.gathers.pool,
-            state_pool=self._state_pool,
-        )
+    def _flatten(self, infos: Sequence[ParamInfo]) -> list[FlatParams]:
+        """Moves parameters into flat memory, by dtype."""
+        found = []
+        for dtype in dict.fromkeys(info.dtype for info in infos):
+            bucket_numel = max(1, self.bucket_cap_bytes // self.precision.wire_of(dtype).itemsize)
+            of_dtype = [info for info in infos if info.dtype == dtype]
+            pool = self.comm.gathers.pool
+            found.append(FlatParams(of_dtype, world=self.world, bucket_numel=bucket_numel, pool=pool))
+        return found
 
-    def _space_of(self, index: int) -> Space:
+    def _make_store(self, whole: FlatParams | LeasedParams) -> ShardStore:
+        return ShardStore(whole, rank=self.comm.rank, precision=self.precision, state_pool=self._state_pool)
+
+    @property
+    def _flats(self) -> list[FlatParams]:
+        return [space.whole for space in self.spaces if isinstance(space.whole, FlatParams)]
+
+    @property
+    def _sharded_by(self) -> list[ShardedBy]:
+        """The sharded models of the parameters."""
+        wholes = (space.whole for space in self.spaces)
+        return list(dict.fromkeys(w.sharded_by for w in wholes if isinstance(w, LeasedParams) and w.sharded_by))
+
+    def _space_of(self, index: int) -> ShardStore:
         return next(space for space in self.spaces if index in space.owned)
 
     def _new_rows(self) -> AdamRows:
@@ -174,7 +195,8 @@ class ShardedEngine:
         """Rows, buckets, hooks and gathers, of all parameters that there are."""
         options = self.options
         rows = self._new_rows()
-        cut = cut_buckets(self.spaces, self.comm, rows)
+        arrivals = arrivals_of(self.infos)
+        cut = cut_buckets(self.spaces, self.comm, rows, arrivals)
         reduced = ReducedGrads(
             self.comm,
             1.0 / self.reducer.size if options.gradient_average else 1.0,
@@ -196,7 +218,9 @@ class ShardedEngine:
             max_inflight=options.max_inflight_buckets,
             is_static=options.static_graph,
             is_capturable=options.capturable,
+            arrivals=arrivals,
         )
+        grads.before_close = [by.before_close for by in self._sharded_by]
         register_memory(self.comm, self.spaces, grads)
         self._gathers.bind(self.infos, [bucket.grads.params for bucket in cut.buckets])
         return Assembly(rows, cut.buckets, cut.steps, reduced, grads, states)
@@ -205,8 +229,14 @@ class ShardedEngine:
         """RuntimeError or ValueError where `change` cannot be done. Local."""
         self.grads.captures.expect_none(why)
         self.grads.expect_outside_no_sync(why)
-        expect_dense(new)
+        expect_dense(plain_params(new))
         expect_free(named(new))
+        for info in new:
+            if any(space.whole is home_of(info.param) for space in self.spaces):
+                raise ValueError(
+                    f"parameter {info.name!r} is sharded together with others that this optimizer trains already; close() it and "
+                    "make another of all of them"
+                )
 
     def change(self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
         """Trains these from now on: ``kept`` of those so far, and ``new``. Gradients, states and factors of the first stay.
@@ -219,7 +249,7 @@ class ShardedEngine:
         old.grads.close(why, is_the_last=True)
         self.param_sync()
         expect_equal_layout(self.reducer, [*kept, *new], groups, self._options_text())
-        compare_values(self.reducer, new, ())
+        compare_values(self.reducer, plain_params(new), ())
         claim(named(new), self)
         self._unfrozen.release([info.param for info in new])
         old.grads.remove()
@@ -240,7 +270,7 @@ class ShardedEngine:
         for space in self.spaces:
             space.renumber(now)
             if not space.owned:
-                space.flat.release()
+                space.whole.release()
         self.spaces = [space for space in self.spaces if space.owned]
         self.infos = list(kept)
         self.steps = self.steps[torch.tensor(indices, dtype=torch.int64, device=self.steps.device)]
@@ -268,6 +298,7 @@ class ShardedEngine:
         grads.close("step", facts)
         if groups is not None:
             expect_equal_layout(self.reducer, self.infos, groups, self._options_text())
+        self._end_residency()
         self._follow_edits(edits)
         if of_state:
             of_state.carry_out(self)
@@ -290,11 +321,17 @@ class ShardedEngine:
         for note_written in filter(None, observed):
             note_written()
 
+    def _end_residency(self) -> None:
+        """No sharded parameter is gathered any more. RuntimeError on all ranks where their gathers differed. Collective."""
+        for by in self._sharded_by:
+            by.after_check()
+            by.before_write()
+
     def _find_edits(self) -> Edits:
         """RuntimeError if a parameter was moved that cannot come back. Where it would come back over what others hold, its
         space has other flat memory afterwards."""
         edits = self._edits.find()
-        flats = [space.flat for space in self.spaces] if edits.moved else []
+        flats = self._flats if edits.moved else []
         leaving = [flat for flat in flats if flat.expect_bindable(edits.moved, is_registered=self.comm.is_registered)]
         if leaving and not core.is_capturing(self.device):
             self.grads.captures.expect_none("parameters' memory was exchanged (p.data = ...)")
@@ -303,15 +340,15 @@ class ShardedEngine:
             for flat in leaving:
                 flat.leave()
             self._edits.note_bound(but=edits.moved)
-            cut = cut_buckets(self.spaces, self.comm, rows := self._new_rows())
+            cut = cut_buckets(self.spaces, self.comm, rows := self._new_rows(), arrivals_of(self.infos))
             old = self._assembly
             buckets = [replace(new, grads=one.grads) for new, one in zip(cut.buckets, old.buckets, strict=True)]
             self._assembly = replace(old, rows=rows, buckets=buckets, steps=cut.steps)
         return edits
 
     def _rebind(self, moved: Collection[int]) -> None:
-        for space in self.spaces if moved else ():
-            space.flat.rebind(moved)
+        for flat in self._flats if moved else ():
+            flat.rebind(moved)
         self._edits.note_bound()
 
     def _follow_edits(self, edits: Edits) -> None:
@@ -352,7 +389,7 @@ class ShardedEngine:
         """Of this rank. Another one after `change`, and where a step has found memory of parameters exchanged."""
         spaces = [space.memory() for space in self.spaces]
         written = [info.param for info in self.infos] + [self.steps]
-        written += [tensor for space in self.spaces for tensor in (space.flat.flat, *space.states.values())]
+        written += [tensor for space in self.spaces for tensor in (space.whole.written, *space.states.values())]
         return ShardMemory(spaces, self.infos, self.steps, written, self.precision.amsgrad, self._edits.resync)
 
     def share_params(self) -> None:
@@ -381,6 +418,8 @@ class ShardedEngine:
     def announce_write(self, indices: Collection[int] | None = None) -> None:
         for observe in tuple(self.write_observers):
             observe(indices)
+        for by in self._sharded_by:
+            by.before_write()
 
     def bind_moved(self) -> None:
         """Binds parameters again that were moved, so that the flat memory has their values. RuntimeError where
@@ -540,6 +579,6 @@ class ShardedEngine:
                 self._unfrozen.release()
                 self._gathers.detach()
                 for space in self.spaces:
-                    space.flat.release()
+                    space.whole.release()
                 self.reducer._release()
                 release([*self._comms, *named(self.infos)], self)

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from bucketwheel.comm.communicator import Communicator
+from bucketwheel.comm.equal_lines import expect_equal_lines
 from bucketwheel.device import CPU, torch_device
 from bucketwheel.grads.bucket import GradBucket, Part
 from bucketwheel.grads.reduced import ShardPiece
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
+from bucketwheel.layout.flat_params import FlatParams
 from bucketwheel.layout.packing import rank_buckets
-from bucketwheel.layout.shards import Space
+from bucketwheel.layout.shard_store import ShardStore
 from bucketwheel.native import core
-from bucketwheel.optim.rank_checks import expect_equal_lines
 from bucketwheel.pool.plan import expect_equal_plans
 
 
@@ -42,10 +43,12 @@ class Cut:
     row_sums: Tensor | None  # CUDA: where the accumulators write sums of squares, as `ReducedGrads` has them
 
 
-def cut_buckets(spaces: Sequence[Space], comm: Communicator, rows: AdamRows) -> Cut:
-    """The buckets of all ``spaces`` (none: no buckets). Adds the segments of this rank to ``rows``, bucket by bucket."""
+def cut_buckets(
+    spaces: Sequence[ShardStore], comm: Communicator, rows: AdamRows, arrivals: Sequence[int] | None = None
+) -> Cut:
+    """The buckets of all ``spaces`` (none: no buckets). ``arrivals``: as `rank_buckets` takes it. Adds the segments of this rank to ``rows``, bucket by bucket."""
     rank, device = comm.rank, comm.device
-    plans = rank_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank)
+    plans = rank_buckets([space.packing for space in spaces], [space.indices for space in spaces], rank, arrivals)
     counts = [0 if device == CPU else core.ShardAccumulatorCuda.max_spans(len(plan.segments)) for plan in plans]
     row_sums = None if device == CPU else torch.zeros(sum(counts), dtype=torch.float64, device=torch_device(device))
     begins = list(itertools.accumulate(counts, initial=0))
@@ -65,25 +68,27 @@ def cut_buckets(spaces: Sequence[Space], comm: Communicator, rows: AdamRows) -> 
             places = [begins[number] + on_cuda.span_of(i) for i in range(len(ranges))]
         first_row = int(rows.table.rows)
         for place, s in zip(places, segments, strict=True):
-            piece, group = space.grad.narrow(0, s.shard_begin, s.numel), space.flat.infos[s.param].group
-            rows.add(params[s.param], group, space.own(s), piece, space.states_in(s), param_begin=s.param_begin)
+            piece, group = space.grad.narrow(0, s.shard_begin, s.numel), space.whole.infos[s.param].group
+            rows.add(params[s.param], group, space.whole.own(s), piece, space.states_in(s), param_begin=s.param_begin)
             cut.pieces[params[s.param]].append(ShardPiece(piece, accumulator, place))
         numel = space.packing.world * bucket.shard_numel
         grads = GradBucket(number, numel, space.wire_dtype, parts, accumulator, bucket.shard_numel)
-        full = space.flat.flat.narrow(0, bucket.begin, numel)
-        own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
         cut.buckets.append(StepBucket(grads, bucket.by_rows))
-        gather = core.make_request(comm.gathers._native, [full], [own])
+        gather = None
+        if (full := space.whole.gathers(bucket.begin, numel)) is not None:
+            own = full.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
+            gather = core.make_request(comm.gathers._native, [full], [own])
         cut.steps.add(grads.params, first_row, first_row + len(segments), gather)
     return cut
 
 
-def register_memory(comm: Communicator, spaces: Sequence[Space], grads: GradWindow) -> None:
+def register_memory(comm: Communicator, spaces: Sequence[ShardStore], grads: GradWindow) -> None:
     """Registers the memory of buckets and of parameters where that is to be. Collective."""
     if not comm.is_registered:
         return
     expect_equal_plans([grads.plan], comm)
-    places = {f"flat memory {i}": space.flat.lease.place for i, space in enumerate(spaces)}
+    wholes = [space.whole for space in spaces]
+    places = {f"flat memory {i}": each.lease.place for i, each in enumerate(wholes) if isinstance(each, FlatParams)}
     # NCCL adds a rank's own offset to the begin of its peers' windows, so it would read something else.
     expect_equal_lines(
         comm,

@@ -1,6 +1,6 @@
 """Prefetch: hooks of a model that wait for parameters just before the modules that use them.
 
-Parameters wait for themselves when torch reads them (`pending_param`). The hooks come before that: for code that torch does not
+Parameters wait for themselves when torch reads them (`absent_param`). The hooks come before that: for code that torch does not
 see, for compiled code, and to learn in which order forward needs the parameters.
 
 [Note: compiled forwards] Inside of compiled code there are no hooks and no waits: all that it uses has arrived before it is
@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from bucketwheel.gathers.forward_order import ForwardOrder
-from bucketwheel.gathers.pending_param import PendingParameter, arrive
+from bucketwheel.residency.absent_param import AbsentParam, arrive
+from bucketwheel.residency.demand_order import DemandOrder
 
 MAX_COMPILATIONS = 3
 
@@ -62,7 +62,7 @@ class Prefetch:
         self,
         model: nn.Module,
         params: Sequence[Parameter],
-        order: ForwardOrder,
+        order: DemandOrder,
         compiled: CompileWatch,
         wait_all: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
@@ -73,7 +73,7 @@ class Prefetch:
         self._hooks: list[RemovableHandle] = []
         self.bind(params, order)
 
-    def bind(self, params: Sequence[Parameter], order: ForwardOrder) -> None:
+    def bind(self, params: Sequence[Parameter], order: DemandOrder) -> None:
         """Hooks every module that the model has by now, for these parameters."""
         model = self._model()
         self.remove()
@@ -112,7 +112,7 @@ class Prefetch:
         was_called = module in self._called
         duty = self._duty(module)
         for index in duty:
-            if type(self._params[index]) is PendingParameter:
+            if type(self._params[index]) is AbsentParam:
                 arrive(self._params[index])
         if self._order.is_watching:  # of a module that is new it is not known yet whose the rest is
             for index in duty if was_called else self._own[module]:

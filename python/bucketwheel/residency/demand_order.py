@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 
 
-class ForwardOrder:
+class DemandOrder:
     """The order of ``params_of_bucket`` (for every bucket, the parameters that have a part in it).
 
     Until a forward has been seen it is from the last bucket to the first: buckets are in the order of backward.

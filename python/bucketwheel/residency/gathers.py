@@ -1,7 +1,7 @@
 """Gathers: parameters on their way back to all ranks.
 
 With ``overlap_param_sync`` the all-gathers of a step run on while the host goes on, in the order in which forward needs
-the parameters (`forward_order`). Whoever reads parameters waits first: `pending_param`, `module_hooks`, `Gathers.wait_all`.
+the parameters (`demand_order`). Whoever reads parameters waits first: `absent_param`, `module_hooks`, `Gathers.wait_all`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from torch.nn import Parameter
 
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.device import stream_of
-from bucketwheel.gathers.forward_order import ForwardOrder
-from bucketwheel.gathers.module_hooks import CompileWatch, Prefetch, watch_compilations
-from bucketwheel.gathers.pending_param import Arrival, PendingParameter, arrive, forget, make_pending, on_unseen_read
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.native import core
+from bucketwheel.residency.absent_param import (
+    AbsentParam,
+    Arrival,
+    arrive,
+    forget,
+    is_pending,
+    make_pending,
+    on_unseen_read,
+)
+from bucketwheel.residency.demand_order import DemandOrder
+from bucketwheel.residency.module_hooks import CompileWatch, Prefetch, watch_compilations
 
 
 class Gathers:
@@ -38,7 +46,7 @@ class Gathers:
         self._overlaps = overlaps
         # Handles of this step, with the bucket; until all have been waited for.
         self.running: list[tuple[core.Handle, int]] = []
-        self._order = ForwardOrder([])
+        self._order = DemandOrder([])
         self._compiled = CompileWatch()
         self._prefetches: list[Prefetch] = []
         self._thread = threading.get_ident()  # that of the last step
@@ -51,7 +59,7 @@ class Gathers:
         assert not self.running
         self._params = [info.param for info in infos]
         self._params_of_bucket = params_of_bucket
-        self._order = ForwardOrder(params_of_bucket)
+        self._order = DemandOrder(params_of_bucket)
         for prefetch in self._prefetches:
             prefetch.bind(self._params, self._order)
 
@@ -107,7 +115,7 @@ class Gathers:
     @property
     def pending(self) -> list[int]:
         """The parameters that nobody has waited for since the last step."""
-        return [index for index, param in enumerate(self._params) if type(param) is PendingParameter]
+        return [index for index, param in enumerate(self._params) if type(param) is AbsentParam and is_pending(param)]
 
     def wait_for_unseen(self) -> None:
         # Ranks that are threads: a thread may not wait for other ranks' gathers, which wait for it.

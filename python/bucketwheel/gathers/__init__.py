@@ -1,5 +1,0 @@
-"""How parameters come back: the all-gathers that `step` starts, and who waits for them.
-
-Uses `grads` and below. Start with `gathers.py`; `pending_param.py` is a parameter that is still coming, `module_hooks.py`
-makes modules wait for theirs, `forward_order.py` decides, in pure code, in which order buckets are gathered.
-"""

@@ -1,0 +1,123 @@
+"""Local shards: a sharded model's parameters for optimizers that know nothing of it, with gradients that are reduced."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from bucketwheel.errors import ClosedError
+from bucketwheel.layout.leased_params import LeasedParams, home_of
+from bucketwheel.layout.precision import Precision
+from bucketwheel.optim.foreign_steps import refuse_foreign_steps
+from bucketwheel.optim.param_groups import OptimizerOptions, collect_params, of_sharded
+from bucketwheel.optim.sharded_engine import ShardedEngine
+
+_OWNER = "_bucketwheel_local_shards"
+
+
+def local_shards(model: nn.Module) -> list[Parameter]:
+    """This rank's parts of the trainable parameters of a sharded model, in the order of ``model.parameters()``: 1-D parameters
+    of whole rows (where the cuts are rows: docs/checkpoints.md) for any optimizer of torch that works element by element. Some
+    may be empty. Collective; once for a model, and instead of `ShardedAdamW`.
+
+    ``step()`` of an optimizer that has any of them is collective then. Before it, gradients are reduced, and ``.grad`` of each
+    is this rank's part of the averaged gradient, clipped if ``clip_grad_norm_(model.parameters())`` was called. After it
+    the gradients are used up: call ``zero_grad()`` of the optimizer as ever. With ``param_dtype`` they are the precise weights.
+
+    ValueError for a model that is not sharded, or has no parameter that is trained.
+    """
+    infos = [info for info in collect_params([_group(model)]) if home_of(info.param) is not None]
+    if not infos:
+        raise ValueError("the model has no sharded parameter that is trained: call bw.shard first")
+    refuse_foreign_steps()
+    _watch_steps()
+    options = OptimizerOptions(_NoStates(), None, 2)
+    comms = of_sharded(infos, (None, None), options)
+    assert comms is not None
+    owner = _LocalShards(_Engine(comms[0], infos, ["local_shards"], options, comms[1]))
+    return owner.params
+
+
+def _group(model: nn.Module) -> dict[str, Any]:
+    named = list(model.named_parameters())
+    flags = dict.fromkeys(("amsgrad", "maximize"), False) | {"decoupled_weight_decay": True}
+    return {"params": [p for _, p in named], "param_names": [name for name, _ in named], **flags}
+
+
+class _NoStates(Precision):
+    def kept_of(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {}
+
+
+class _Engine(ShardedEngine):
+    """Reduces gradients, and steps nothing."""
+
+    def _new_rows(self) -> Any:
+        return SimpleNamespace(table=SimpleNamespace(rows=0), add=lambda *given, **options: None)
+
+
+class _LocalShards:
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._homes: dict[LeasedParams, None] = {}
+        self.params: list[Parameter] = []
+        for info in engine.infos:
+            home = home_of(info.param)
+            assert home is not None
+            self._homes[home] = None
+            packed = next(at for at, other in enumerate(home.infos) if other.param is info.param)
+            local = Parameter(home.parts_of(packed, home.masters))
+            setattr(local, _OWNER, self)  # which lives as long as one of them
+            self.params.append(local)
+
+    def before_step(self) -> None:
+        """Gradients are in ``.grad`` afterwards. Collective."""
+        engine = self._engine
+        if engine.closed:
+            raise ClosedError(engine.closed)
+        engine.grads.close("step")
+        engine._end_residency()
+        factors = engine.reduced.factors
+        for info, local in zip(engine.infos, self.params, strict=True):
+            local.grad = None
+            if engine.grads.held[info.index]:
+                pieces = [piece.grad for piece in engine.reduced.pieces_of(info.index)]
+                sums = torch.cat([local.new_empty(0), *(piece.to(local.dtype) for piece in pieces)])
+                local.grad = sums.mul_(factors[info.index] * engine.reduced.average)
+
+    def after_step(self) -> None:
+        for home in self._homes:
+            if home.masters is not None:
+                home.values.copy_(home.masters)
+        used = list(itertools.compress(self._engine.grads.params, self._engine.grads.held))
+        torch.autograd.graph.increment_version(used)
+        self._engine.grads.is_used = True
+        self._engine.zero_grad(True)
+
+
+def _owners(optimizer: Optimizer) -> Sequence[_LocalShards]:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return list(dict.fromkeys(owner for p in params if (owner := p.__dict__.get(_OWNER)) is not None))
+
+
+@functools.cache
+def _watch_steps() -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for owner in _owners(optimizer):
+            owner.before_step()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for owner in _owners(optimizer):
+            owner.after_step()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
