@@ -1,4 +1,4 @@
-"""Do the tests notice a broken optimizer? Breaks one place at a time in grads/, optim/ and gathers/, and runs tests on it.
+"""Do the tests notice a broken optimizer? Breaks one place at a time in grads/, optim/ and residency/, and runs tests on it.
 
     python tests/mutate_optim.py [--seed 0] [--count 180] [TEST ...]
 
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from tests.mutate_kernels import ROOT, copied_tree, is_caught
 
 PACKAGE = Path("python/bucketwheel")
-FOLDERS = ("grads", "optim", "gathers")
+FOLDERS = ("grads", "optim", "residency")
 TESTS = ["tests/conformance/optimizer", "tests/unit/test_placeholder.py"]
 TESTS += ["tests/stock/test_stock.py", "tests/stock/test_ddp_wrapper.py"]
 PAIRS = [(ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)]

@@ -28,9 +28,11 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, CommTimeout, Error, PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.shard.module import shard
 from tests.support.comm_cases import check_usable
 from tests.support.held import held, still_held
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
+from tests.support.shard_models import Block, Gpt, lm_loss
 
 TIMEOUT_S = 2.0  # of operations
 JOIN_S = 30.0  # of process groups: processes start meanwhile
@@ -213,11 +215,18 @@ def _training(plan: Plan, comm: Communicator) -> Iterator[tuple[Communicator, Ca
     if not plan.trains:
         yield comm, None
         return
-    params = make_params()
-    opt = ShardedAdamW(params, lr=0.01, process_group=comm, bucket_cap_mb=1e-3)
+    if plan.seed % 2:  # with sharded parameters
+        model = shard(Gpt(), (Block,), group=comm, prefetch=plan.seed // 2 % 3)
+        opt = ShardedAdamW(model.parameters(), lr=0.01)
+    else:
+        params = make_params()
+        opt = ShardedAdamW(params, lr=0.01, process_group=comm, bucket_cap_mb=1e-3)
 
     def train(step: int) -> None:
-        loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
+        if plan.seed % 2:
+            lm_loss(model, step).backward()
+        else:
+            loss_of(params, share(dyadic(params, step), comm.rank, comm.size)).backward()
         opt.clip_grad_norm_(0.5)
         opt.step()
         opt.zero_grad()

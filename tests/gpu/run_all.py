@@ -105,6 +105,8 @@ def all_parts(python: str = sys.executable) -> list[Part]:
         bench("sweep", 60.0),
         test("kernels", 90.0),
         test("optim", 75.0),
+        test("shard", 50.0, BW_NCCL_LIB=""),
+        bench("shard", 40.0, BW_NCCL_LIB=""),
         test("ordering", 60.0, BW_POOL_POISON="1"),
         test("pool_plan", 60.0),
         test("graphs", 40.0),

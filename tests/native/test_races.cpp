@@ -1,6 +1,6 @@
 // The real pool and the `local` communicators in random legal orders of their streams: nothing is unordered; and with any of
 // the waits forgotten something is, so each of them is needed. Run by test_native.py.
-// needs: base device pool kernels comm cuda_runtime adam_cuda adam_scalars_cuda norm_cuda norm_fold_cuda pack_cuda fibers fake_cuda
+// needs: base device plan pool kernels comm window cuda_runtime adam_cuda adam_scalars_cuda norm_cuda norm_fold_cuda pack_cuda fibers fake_cuda
 // runs: plain address
 // slow: address
 #include <algorithm>
@@ -20,8 +20,10 @@
 #include "device/device_cuda.h"
 #include "fake_cuda/declared.h"
 #include "fake_cuda/queues.h"
+#include "plan/placement.h"
 #include "pool/pool.h"
 #include "pools.h"
+#include "window/units.h"
 
 using namespace bucketwheel;
 using fake_cuda::Checked;
@@ -242,6 +244,133 @@ struct Ranks {
   std::vector<CommRef> comms;
 };
 
+// A sharded model of one rank: units are gathered, used in the stream that computes, and let go; a step writes the shards.
+class ShardedModel {
+ public:
+  static constexpr int kCount = 5;
+  ShardedModel(uint64_t seed, bool is_broken)
+      : random_(seed), is_broken_(is_broken), pool_(cuda_pool()), compute_(new_streams(1)[0]) {
+    comm_ = world_.join_cuda(0, "local", std::chrono::seconds(20), pool_);
+    prefetch_ = static_cast<int>(random_() % 4);
+    std::vector<UnitSpec> specs;
+    for (int unit = 0; unit < kCount; ++unit) {
+      stays_.push_back(random_() % 4 == 0);
+      specs.push_back({std::to_string(unit), kUnit * (1 + random_() % 3)});
+      shards_.push_back(pool_->acquire("", specs.back().size_bytes, compute_));
+      use(*compute_, shards_.back(), true, 0);
+    }
+    specs_ = specs;
+    units_ = std::make_unique<Units>(
+        comm_, std::move(specs), stays_, prefetch_,
+        UnitCallbacks{[this](int unit, std::byte* data, const std::shared_ptr<void>&) { return gather_of(unit, data); },
+                      [](int, bool) {}, [](int, const char*) {}, [](const std::function<void()>& body) { body(); }});
+    units_->set_plan({"units", {}, {}, 0, 0}, {}, compute_);
+  }
+  void run() {
+    for (int step = 0; step < 4; ++step) {
+      std::vector<int> order;
+      for (int unit = 1; unit < kCount; ++unit) {
+        order.push_back(unit);
+      }
+      if (random_() % 3 == 0) {  // leaves the record
+        std::shuffle(order.begin(), order.end(), random_);
+        order.resize(1 + random_() % order.size());
+      }
+      fake_cuda::set_place("step " + std::to_string(step));
+      run_step(order, step);
+      const bool is_new = units_->end_step(compute_);
+      for (const LeaseRef& shard : shards_) {
+        use(*compute_, shard, true, step + 1);
+      }
+      if (is_new) {
+        plan();
+      }
+    }
+    for (const LeaseRef& shard : shards_) {
+      shard->release(compute_->record());
+    }
+  }
+  int64_t gathers() const {
+    int64_t sum = 0;
+    for (const int64_t count : units_->machine().counts().gathers) {
+      sum += count;
+    }
+    return sum;
+  }
+
+ private:
+  using Kind = ResidencyEvent::Kind;
+  std::shared_ptr<const Request> gather_of(int unit, std::byte* data) {
+    const auto numel = static_cast<int64_t>(specs_[static_cast<size_t>(unit)].size_bytes / sizeof(float));
+    const View full{data, numel, DType::kFloat32};
+    const View own{shards_[static_cast<size_t>(unit)]->data(), numel, DType::kFloat32};
+    return std::make_shared<Request>(comm_, comm_->checked({}, {{full, own}}, nullptr),
+                                     std::vector<Handle::Keepalive>{});
+  }
+  void event(ResidencyEvent event, int value) {
+    units_->step(event, compute_);
+    if (event.needs()) {
+      const Turn& turn = units_->turn(event.unit);
+      compute_->run([=, this, data = turn.data, size = specs_[static_cast<size_t>(event.unit)].size_bytes] {
+        fake_cuda::access(data, size, false, "parameters");
+        CHECK(is_broken_ || holds_only(data, size, value));
+      });
+    }
+  }
+  void run_step(const std::vector<int>& order, int value) {
+    event({Kind::kForward, 0, false, true}, value);
+    for (const int unit : order) {
+      event({Kind::kForward, unit, false, true}, value);
+      event({Kind::kForwardEnd, unit, false, true}, value);
+    }
+    event({Kind::kForwardEnd, 0, false, true}, value);
+    for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
+      event({Kind::kBackward, *unit, true}, value);
+    }
+    event({Kind::kBackwardEnd, 0, true}, value);
+  }
+  void plan() {
+    const auto intervals = residency_intervals(stays_, prefetch_, units_->machine().record(0));
+    PoolPlan plan{"units", {}, {}, 0, 0};
+    std::vector<int> numbers;
+    std::vector<PlacementKey> keys;
+    for (int unit = 0; unit < kCount; ++unit) {
+      std::vector<LiveInterval> live;
+      for (const auto& [start, stop] : intervals[static_cast<size_t>(unit)]) {
+        if (!live.empty() && live.back().second == start) {
+          live.back().second = stop;
+        } else {
+          live.emplace_back(start, stop);
+        }
+      }
+      numbers.push_back(live.empty() ? -1 : static_cast<int>(keys.size()));
+      if (!live.empty()) {
+        const size_t size = specs_[static_cast<size_t>(unit)].size_bytes;
+        keys.emplace_back(static_cast<int64_t>(size), live);
+        plan.keys.push_back({std::to_string(unit), 0, size});
+      }
+    }
+    const Placement placed = place_best_fit(keys);
+    for (size_t key = 0; key < keys.size(); ++key) {
+      plan.keys[key].offset_bytes = static_cast<size_t>(placed.offsets[key]);
+    }
+    plan.total_bytes = static_cast<size_t>(placed.total_bytes);
+    units_->set_plan(std::move(plan), std::move(numbers), compute_);
+  }
+
+  std::mt19937_64 random_;
+  const bool is_broken_;
+  LocalWorld world_{1};
+  const PoolRef pool_;
+  const StreamRef compute_;
+  CommRef comm_;
+  int prefetch_ = 0;
+  std::vector<uint8_t> stays_;
+  std::vector<UnitSpec> specs_;
+  std::vector<LeaseRef> shards_;
+  std::unique_ptr<Units> units_;
+};
+
 Checked checked(uint64_t seed, uint64_t dropped, const std::function<void()>& program) {
   fake_cuda::begin_check(seed, dropped);
   program();
@@ -309,6 +438,37 @@ TEST(nothing_is_unordered_in_random_schedules_of_two_ranks) {
 TEST(each_wait_of_two_ranks_is_needed) {
   Ranks ranks;
   CHECK(drop_each(30, [&](uint64_t, bool is_broken) { ranks.run(is_broken); }) > 300);
+}
+
+TEST(nothing_is_unordered_in_random_schedules_of_a_sharded_model) {
+  int64_t gathers = 0;
+  for (uint64_t seed = 0; seed < schedules(); ++seed) {
+    expect_races(false,
+                 checked(seed, 0,
+                         [&] {
+                           ShardedModel model(seed, false);
+                           model.run();
+                           gathers += model.gathers();
+                         }),
+                 seed);
+  }
+  CHECK(gathers > 10 * static_cast<int64_t>(schedules()));
+}
+
+// Waits of a gather for its caller, and of the caller for its gather, are made each time, though now and then an earlier one
+// covers them.
+TEST(most_waits_of_a_sharded_model_are_needed) {
+  uint64_t needed = 0, waits = 0;
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    uint64_t in_run = checked(seed, 0, [&] { ShardedModel(seed, false).run(); }).waits;
+    waits += in_run;
+    for (uint64_t dropped = 1; dropped <= in_run; ++dropped) {
+      const Checked found = checked(seed, dropped, [&] { ShardedModel(seed, true).run(); });
+      needed += found.races.empty() ? 0 : 1;
+      in_run = std::min(in_run, found.waits);
+    }
+  }
+  CHECK(needed > waits / 3 && needed > 500);
 }
 
 int main(int argc, char** argv) {

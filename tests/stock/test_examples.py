@@ -50,6 +50,16 @@ def test_fsdp2_learns_in_a_planned_pool():
     assert planned == last < traced and "the load is" in output, output
 
 
+def test_sharded_params_learn_generate_and_load():
+    output = output_of("sharded_params.py", 2)
+    losses = re.findall(r"rank \d: loss (\S+) to (\S+), 32 of 32 right, generated \[(.+?)\]", output)
+    assert all(float(last) < 0.1 * float(first) for first, last, _ in losses), output
+    assert sorted(text for *_, text in losses) == ["0, 3, 18, 29, 20, 7, 6, 1", "1, 8, 11, 26, 5, 28, 15, 14"], output
+    found = re.findall(r"the next loss is ([\d.e-]+), from the checkpoint ([\d.e-]+)", output)
+    assert len(found) == 2 and all(one == other for one, other in found), output
+    assert "5 units over 2 ranks" in output and "divergences: 0" in output, output
+
+
 WITH_EVENTS = """
 import os, runpy, sys, torch
 from bucketwheel.native import core

@@ -43,19 +43,21 @@ def check_table(output: str, runs: int) -> None:
 
 @pytest.mark.parametrize("ranks", [slow_case(0), 2])
 def test_training_agrees_with_the_peers_and_draws_them(tmp_path, ranks):
-    code, output = launch(tmp_path, ranks, "--compare", "ddp,fsdp2", "--plot", "curves.png")
-    assert code == 0, output
-    check_table(output, runs=3)
-    differences = re.findall(r"(ddp|fsdp2): largest relative difference of a training loss: (\S+) at step", output)
-    assert len(differences) == 2 and all(float(difference) <= 1e-5 for _, difference in differences), output
+    resume = ("--save", "checkpoint", "--every", "6", "--check-resume")
+    code, output = launch(tmp_path, ranks, "--zero3", "--compare", "ddp,fsdp2", "--plot", "curves.png", *resume)
+    assert code == 0 and "the same bits" in output, output
+    check_table(output, runs=4)
+    differences = re.findall(r"\w+: largest relative difference of a training loss: (\S+) at step", output)
+    assert len(differences) == 3 and all(float(difference) <= 1e-5 for difference in differences), output
+    assert float(differences[0]) == 0, output  # sharded and whole parameters
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     share = 1 / max(ranks, 1)
     params, grads, states = (numbers_in_row(output, label) for label in MEMORY[:3])
-    assert params[0] == params[1] and params[2] <= 1.1 * share * params[1], output
-    for ours, ddp, fsdp2 in (grads, states):
-        assert 0 < ours <= 1.1 * share * ddp and 0 < fsdp2 <= 1.1 * share * ddp, output
-    ours, ddp, _ = numbers_in_row(output, "rest at the peak")  # the same model's activations
-    assert abs(ours - ddp) <= 0.3 * ddp, output
+    assert params[1] == params[2] and all(0 < params[i] <= 1.1 * share * params[2] for i in (0, 3)), output
+    for zero3, ours, ddp, fsdp2 in (grads, states):
+        assert 0 < zero3 == ours <= 1.1 * share * ddp and 0 < fsdp2 <= 1.1 * share * ddp, output
+    zero3, ours, ddp, _ = numbers_in_row(output, "rest at the peak")  # the same model's activations
+    assert abs(ours - ddp) <= 0.3 * ddp and abs(zero3 - ddp) <= 0.3 * ddp, output
     assert "\r" not in output and "step 8: fsdp2 loss" in output, output  # stderr is no terminal
 
 

@@ -94,11 +94,12 @@ def expect_close(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero3", [[], ["--zero3"]], ids=["whole", "sharded"])
 @pytest.mark.parametrize("ranks", range(4))
-def test_a_killed_training_resumes_on_any_number_of_ranks(straight, killed, outcome, tmp_path, ranks):
+def test_a_killed_training_resumes_on_any_number_of_ranks(straight, killed, outcome, tmp_path, ranks, zero3):
     shutil.copytree(killed / "checkpoint", tmp_path / "checkpoint")
     begin = outcome(tmp_path / "checkpoint")[0]["step"]
-    code, output = run_example("train_gpt.py", ranks, *TINY, directory=tmp_path)
+    code, output = run_example("train_gpt.py", ranks, *TINY, *zero3, directory=tmp_path)
     assert code == 0, output
     assert f"resumed at step {begin} from checkpoint" in output, output
     (extra, params), (expected, expected_params, _) = outcome(tmp_path / "checkpoint"), straight

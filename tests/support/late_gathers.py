@@ -39,7 +39,7 @@ def gathered_by(engine: Any) -> list[tuple[Tensor, Tensor]]:
     out, rank = [], engine.comm.rank
     for plan in rank_buckets([s.packing for s in engine.spaces], [s.indices for s in engine.spaces], rank):
         numel = plan.bucket.shard_numel
-        full = engine.spaces[plan.space].flat.flat.narrow(0, plan.bucket.begin, engine.world * numel)
+        full = engine.spaces[plan.space].whole.flat.narrow(0, plan.bucket.begin, engine.world * numel)
         out.append((full, full.narrow(0, rank * numel, numel)))
     return out
 

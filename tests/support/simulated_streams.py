@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from bucketwheel import device, torch_internals
 from bucketwheel.comm import handle
-from bucketwheel.gathers import gathers, pending_param
 from bucketwheel.grads.placeholder import ShardedGrad
 from bucketwheel.native import core
 from bucketwheel.pool import pool
+from bucketwheel.residency import absent_param, gathers
 from tests.support.simulated_cuda import READS, load
 
 _PACKAGE = os.path.dirname(device.__file__)
@@ -98,10 +98,10 @@ def streams_are_simulated() -> Iterator[None]:
     """Inside, bucketwheel takes the current `SideStream` of a thread for torch's current stream."""
     torch_internals.keep_out_of_graphs()  # once: it is slow where every call is noted, and ranks would all do it
     with contextlib.ExitStack() as patches:
-        for module in (device, gathers, pending_param):
+        for module in (device, gathers, absent_param):
             patches.enter_context(mock.patch.object(module, "stream_of", lambda device: _thread.current))
         unwrapped = lambda stream: getattr(stream, "native", stream)  # noqa: E731
-        for module in (handle, pending_param):
+        for module in (handle, absent_param):
             patches.enter_context(mock.patch.object(module, "native_stream", unwrapped))
         patches.enter_context(mock.patch.object(pool, "_zeros", _zeros))
         yield

@@ -72,6 +72,8 @@ def test_a_collective_that_does_nothing_is_noticed(module: str, collective: str,
     [
         *(("bench_calls", 70), ("bench_comm", 18), ("bench_peer_reads", 3), ("bench_pool", 45)),
         ("bench_optim --part host", 17),
+        ("bench_shard --millions 1 --blocks 2", 14),
+        ("bench_shard --millions 1 --blocks 2 --part memory", 1),
         ("bench_checkpoint --mib 8 --dir .", 16),
     ],
 )
@@ -82,4 +84,5 @@ def test_every_case_has_its_line(tmp_path: Path, script: str, lines: int) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert len({(line["case"], line["peer"], line.get("backend")) for line in found}) == len(found) == lines
-    assert all(line["ours_s"] > 0 or "stall" in line["case"] for line in found)
+    may_be_less = ("stall", "overhead", "memory")  # a difference of two times, or none
+    assert all(any(word in line["case"] for word in may_be_less) or line["ours_s"] > 0 for line in found)

@@ -49,7 +49,7 @@ def output_of(*argv: str, **variables: str) -> str:
     return done.stdout
 
 
-SLOW = ["pool_plan", "optim,graphs", "checkpoint", "ordering", "nccl one", "nccl two", "nccl two conformance"]
+SLOW = ["pool_plan", "optim,graphs", "shard", "checkpoint", "ordering", "nccl one", "nccl two", "nccl two conformance"]
 SLOW += ["nccl multi", "nccl multi conformance"]
 
 
@@ -93,6 +93,7 @@ def test_the_benchmarks() -> None:
         ("sweep", 10),
         ("gpt", 8),
         ("nccl", 8),
+        ("shard", 20),
     ):
         assert len(of(section)) >= least, section
         assert all(line["ms"] > 0 for line in of(section))
@@ -101,3 +102,7 @@ def test_the_benchmarks() -> None:
     for dtype in ("float32", "bfloat16"):  # only the sharded gradients have their sums of squares already
         assert by_config[f"clip {dtype}"]["kernels"]["launch_sumsq"] == 1
         assert by_config[f"clip {dtype}, sharded"]["kernels"] == {"launch_param_sums": 1, "launch_clip": 1}
+    for backend, copies in (("local", 1), ("nccl", 0)):  # a gather is one copy, or NCCL's, and nothing beside it
+        done = by_config[f"layer, host time, unshard, {backend}"]["done"]
+        assert done["operations"] == {} and done["calls"].get("memcpy_async", 0) == copies
+        assert not any(call.startswith("launch_") for call in done["calls"])

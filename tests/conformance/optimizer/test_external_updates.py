@@ -163,7 +163,7 @@ def test_memory_that_is_held_is_not_written_to(dtype: torch.dtype, how: str) -> 
 
     def body(comm: Communicator, is_moved: bool) -> list[Any]:
         run = run_of(comm, dtype)
-        flat, kept, texts = run.opt._engine.spaces[0].flat, None, 0
+        flat, kept, texts = run.opt._engine.spaces[0].whole, None, 0
         act = {"step": run.opt.step, "reload": run.opt.reload_master_params, "save": run.opt._engine.bind_moved}[how]
         for moment in range(3) if is_moved and comm.rank == 1 else ():
             before = [p.detach().clone() for p in run.params]

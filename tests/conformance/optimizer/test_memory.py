@@ -78,7 +78,7 @@ def expect_sizes(opt: ShardedAdamW, options: dict[str, Any]) -> None:
     assert {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "remainder"} & set(found) <= set(expected)
     tensors: dict[str, list[Tensor]] = {}
     for space in engine.spaces:
-        tensors.setdefault("params", []).append(space.flat.flat)
+        tensors.setdefault("params", []).append(space.whole.flat)
         tensors.setdefault("grads", []).append(space.grad)
         for name, shard in space.states.items():
             tensors.setdefault("states", []).append(shard)

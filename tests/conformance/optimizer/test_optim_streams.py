@@ -19,7 +19,7 @@ from torch import Tensor
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.gathers.gathers import Gathers
+from bucketwheel.residency.gathers import Gathers
 from tests.support.bits import assert_bitwise_equal
 from tests.support.optim_twins import TINY, dyadic, make_params, run_local
 from tests.support.replica_ranks import with_replicas

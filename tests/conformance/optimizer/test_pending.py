@@ -19,8 +19,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.gathers.pending_param import PendingParameter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.residency.absent_param import AbsentParam
 from tests.support.bits import assert_bitwise_equal
 from tests.support.late_gathers import delay_gathers, pending, start_at
 from tests.support.optim_twins import dyadic, loss_of, run_local, share
@@ -206,7 +206,7 @@ def copy_and_forget(comm: Communicator) -> None:
     p = t.params[0]
     for made in (copy.deepcopy(t.params[1]), pickle.loads(pickle.dumps(t.params[2])), type(p)(torch.ones(2), False)):
         assert type(made) is Parameter and not made.__dict__
-    assert type(p) is PendingParameter
+    assert type(p) is AbsentParam
     early = pickle.dumps(p)
     assert early == pickle.dumps(p) and b"arrival" not in early  # nothing of the gather goes with it
     t.step()
@@ -222,7 +222,7 @@ def drop_the_optimizer(comm: Communicator) -> list[Tensor]:
     t = Trained(comm)
     t.step()
     del t.opt, t.late
-    assert all(type(p) is PendingParameter for p in t.params)
+    assert all(type(p) is AbsentParam for p in t.params)
     return [p.detach().clone() for p in t.params]
 
 
@@ -237,7 +237,7 @@ def train_another_class(comm: Communicator) -> None:
     delay_gathers(opt)
     loss_of(params, share(dyadic(params, 1), comm.rank, comm.size)).backward()
     opt.step()
-    assert [type(p) for p in params] == [PendingParameter, Tagged, Tensor]
+    assert [type(p) for p in params] == [AbsentParam, Tagged, Tensor]
     first = [p.data.clone() for p in params]
     opt.param_sync()
     assert_bitwise_equal([p.data for p in params], first)

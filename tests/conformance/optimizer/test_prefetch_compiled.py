@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bucketwheel.comm.communicator import Communicator
-from bucketwheel.gathers.module_hooks import MAX_COMPILATIONS
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
+from bucketwheel.residency.module_hooks import MAX_COMPILATIONS
 from tests.support.bits import assert_bitwise_equal
 from tests.support.counting_backend import CountingBackend, compiles_in_threads
 from tests.support.late_gathers import delay_gathers, pending, start_at

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import threading
 
-from bucketwheel.gathers.forward_order import ForwardOrder
+from bucketwheel.residency.demand_order import DemandOrder
 from bucketwheel.testing import run_threads
 
 
-def step(ranks: list[ForwardOrder], max_bytes: int = 1 << 20) -> tuple[list[list[int]], list[list[bytes]]]:
+def step(ranks: list[DemandOrder], max_bytes: int = 1 << 20) -> tuple[list[list[int]], list[list[bytes]]]:
     """A step of all ranks, which are threads; the orders, and the payloads of each exchange by rank."""
     sent: list[list[bytes]] = [[] for _ in ranks]
     barrier = threading.Barrier(len(ranks), timeout=10)
@@ -29,7 +29,7 @@ def step(ranks: list[ForwardOrder], max_bytes: int = 1 << 20) -> tuple[list[list
     return orders, [list(payloads) for payloads in zip(*sent, strict=True)]
 
 
-def needs(order: ForwardOrder, params: list[int]) -> None:
+def needs(order: DemandOrder, params: list[int]) -> None:
     order.begin_forward()
     for param in params:
         order.note(param)
@@ -39,7 +39,7 @@ BUCKETS = [{0, 1}, {1, 2}, {3}, {4}]
 
 
 def test_the_lowest_rank_that_saw_a_forward_decides() -> None:
-    ranks = [ForwardOrder(BUCKETS) for _ in range(3)]
+    ranks = [DemandOrder(BUCKETS) for _ in range(3)]
     needs(ranks[1], [2, 3, 0])
     needs(ranks[2], [0, 1])
     assert step(ranks)[0] == [[1, 2, 0, 3]] * 3  # bucket 3 was not needed: behind the others
@@ -47,7 +47,7 @@ def test_the_lowest_rank_that_saw_a_forward_decides() -> None:
 
 
 def test_ranks_agree_at_powers_of_two() -> None:
-    ranks = [ForwardOrder(BUCKETS) for _ in range(2)]
+    ranks = [DemandOrder(BUCKETS) for _ in range(2)]
     exchanged = []
     for number in range(1, 18):
         needs(ranks[0], [number % 5])
@@ -60,14 +60,14 @@ def test_ranks_agree_at_powers_of_two() -> None:
 
 def test_long_orders_go_in_several_rounds() -> None:
     numbers = random.Random(0).sample(range(50), 50)
-    ranks = [ForwardOrder([{i} for i in range(50)]) for _ in range(2)]
+    ranks = [DemandOrder([{i} for i in range(50)]) for _ in range(2)]
     needs(ranks[1], numbers)
     orders, rounds = step(ranks, max_bytes=64)
     assert orders == [numbers] * 2 and len(rounds) == 1 + 4
 
 
 def test_one_rank_sends_its_order() -> None:
-    ranks = [ForwardOrder([{i} for i in range(402)]) for _ in range(5)]
+    ranks = [DemandOrder([{i} for i in range(402)]) for _ in range(5)]
     for rank in ranks[2:]:
         needs(rank, [7])
     _, (first, second) = step(ranks)
