@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The level: torch warns that one step's memory is profiled, and not the run's from its start.
 demo: setup
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
-	  --compare ddp,fsdp2 --save build/demo --every 32 --check-resume
+	  --zero3 --compare ddp,fsdp2 --save build/demo --every 32 --check-resume
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"

@@ -6,6 +6,9 @@
 //   4. Adam    AdamW with decoupled weight decay on this rank's half (formula of torch.optim.AdamW)
 //   5. copy    the new half is copied into the peer's parameters, block by block while it is still in the cache
 //
+// bare_step_parts is for sharded parameters (ZeRO-3): this rank owns a part of every unit. There is no step 5: the
+// benchmark copies the peer's part of a unit before its forward, and again before its backward.
+//
 // Compiled by the benchmark for the machine at hand (-O3 -march=native) and called through ctypes. fp32 only, no
 // tails to peel (the caller pads to 16 floats), no checks: this is what the optimizer is compared with, not something
 // to train with.
@@ -63,6 +66,30 @@ double sum_squares(const float* __restrict values, int64_t numel) {
   return total;
 }
 
+// Step 2 for one range: `own` += `peer`. Returns the sum of squares of the result.
+double add_peer(float* own, const float* peer, int64_t numel) {
+  double squares = 0;
+  for (int64_t start = 0; start < numel; start += kBlock) {
+    const int64_t count = std::min(kBlock, numel - start);
+    float* __restrict a = own + start;
+    const float* __restrict b = peer + start;
+    for (int64_t i = 0; i < count; ++i) a[i] += b[i];
+    squares += sum_squares(a, count);
+  }
+  return squares;
+}
+
+// Step 3. `squares`: of this rank; `norm`: of the averaged gradients of both.
+AdamScalars clipped(Control* control, int rank, double squares, const AdamScalars& scalars, double max_norm,
+                    double* norm) {
+  control->sum_squares[rank] = squares;
+  wait_for_both(control);
+  *norm = std::sqrt(control->sum_squares[0] + control->sum_squares[1]) * scalars.grad_factor;
+  AdamScalars found = scalars;
+  found.grad_factor *= static_cast<float>(std::min(1.0, max_norm / (*norm + 1e-6)));
+  return found;
+}
+
 void adam(float* __restrict p, float* __restrict m, float* __restrict v, const float* __restrict g, int64_t numel,
           const AdamScalars& s) {
   const float decay = 1 - s.lr * s.weight_decay, step = s.lr / s.correction1;
@@ -97,25 +124,32 @@ double bare_exchange_and_step(void* control_page, int rank, float* own, const fl
                               float* m, float* v, int64_t numel, const AdamScalars* scalars, double max_norm) {
   auto* control = static_cast<Control*>(control_page);
   wait_for_both(control);  // both flat buffers are packed, and no backward reads the parameters any more
-  double squares = 0;
+  double norm = 0;
+  const double squares = add_peer(own, peer, numel);
+  const AdamScalars with_clip = clipped(control, rank, squares, *scalars, max_norm, &norm);
   for (int64_t start = 0; start < numel; start += kBlock) {
     const int64_t count = std::min(kBlock, numel - start);
-    float* __restrict a = own + start;
-    const float* __restrict b = peer + start;
-    for (int64_t i = 0; i < count; ++i) a[i] += b[i];
-    squares += sum_squares(a, count);
-  }
-  control->sum_squares[rank] = squares;
-  wait_for_both(control);
-  const double norm = std::sqrt(control->sum_squares[0] + control->sum_squares[1]) * scalars->grad_factor;
-  AdamScalars clipped = *scalars;
-  clipped.grad_factor *= static_cast<float>(std::min(1.0, max_norm / (norm + 1e-6)));
-  for (int64_t start = 0; start < numel; start += kBlock) {
-    const int64_t count = std::min(kBlock, numel - start);
-    adam(p + start, m + start, v + start, own + start, count, clipped);
+    adam(p + start, m + start, v + start, own + start, count, with_clip);
     std::memcpy(peer_p + start, p + start, count * sizeof(float));
   }
   wait_for_both(control);  // the peer's half has arrived in this rank's parameters
+  return norm;
+}
+
+// Steps 2 to 4 for `count` parts of the flat buffers, which begin at `begins` and have `numels` floats: those that this
+// rank owns. `m` and `v` have the parts one behind the other. When it returns the peer's parts may be copied.
+double bare_step_parts(void* control_page, int rank, float* grads, const float* peer_grads, float* params, float* m,
+                       float* v, const int64_t* begins, const int64_t* numels, int64_t count,
+                       const AdamScalars* scalars, double max_norm) {
+  auto* control = static_cast<Control*>(control_page);
+  wait_for_both(control);  // both flat buffers are packed, and the peer reads no parameters of this rank any more
+  double squares = 0, norm = 0;
+  for (int64_t i = 0; i < count; ++i) squares += add_peer(grads + begins[i], peer_grads + begins[i], numels[i]);
+  const AdamScalars with_clip = clipped(control, rank, squares, *scalars, max_norm, &norm);
+  for (int64_t i = 0; i < count; m += numels[i], v += numels[i], ++i) {
+    adam(params + begins[i], m, v, grads + begins[i], numels[i], with_clip);
+  }
+  wait_for_both(control);
   return norm;
 }
 

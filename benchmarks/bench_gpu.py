@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The GPU kernels, the optimizer's cost and a GPT-2-medium step against torch's, with this run's ceilings.
 
-    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|sweep|gpt|nccl|all [--quick] [--json PATH]
+    python benchmarks/bench_gpu.py --section adam|norm|layouts|host|sweep|gpt|nccl|shard|all [--quick] [--json PATH]
 
 `make gpu` runs it; docs/performance.md holds what an H200 measured. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import statistics
 import sys
 import time
 from argparse import ArgumentParser
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from gpu_adam import BF16, CONFIGS, F32, FOR_LOOP, Config, Tensors, fused, omitted_peers, peers_of
 from gpu_nccl import nccl
+from gpu_shard import shard
 from gpu_systems import (
     GPT_MEDIUM,
     GPT_TINY,
@@ -44,12 +44,20 @@ from bucketwheel.native.modules import native
 from tests.gpu.device import DEVICE, Calls
 
 # Seconds that a section may take; run_all.py ends it a little later.
-LIMITS_S = {"adam": 58.0, "norm": 30.0, "layouts": 21.0, "host": 50.0, "sweep": 50.0, "gpt": 34.0, "nccl": 50.0}
+LIMITS_S = {
+    "adam": 58.0,
+    "norm": 30.0,
+    "layouts": 21.0,
+    "host": 50.0,
+    "sweep": 50.0,
+    "gpt": 34.0,
+    "nccl": 50.0,
+    "shard": 31.0,
+}
 SIZES = {"256 M": 256 << 20, "16 M": 16 << 20, "1 G": 1 << 30}
 QUICK_NUMEL = 20_000
 FOR_LOOP_REPEATS, GPT_REPEATS = 8, 20
 SWEEP_MB = (16, 32, 64, 128)  # bucket_cap_mb
-IN_TURN = 5  # steps that follow each other
 
 
 # ---- adam
@@ -373,8 +381,7 @@ def gpt_systems(bench: Bench, weights: str) -> None:
 def sweep(bench: Bench) -> None:
     """GPT-2 medium sharded over one rank by `bucket_cap_mb`, and over NCCL with its whole step in a CUDA graph.
 
-    `in_turn_ms` is a step of several that follow each other, from an idle device to an idle device, as in training: the
-    host's time, where the device waits for it.
+    `in_turn_ms`: `TrainingStep.in_turn_s`.
     """
     config, batch = (GPT_TINY, 2) if bench.quick else (GPT_MEDIUM, 4)
     for weights in ("float32, autocast", "bfloat16"):
@@ -390,7 +397,7 @@ def sweep(bench: Bench) -> None:
             losses[name].append(system.train().clone())
             torch.testing.assert_close(*(torch.stack(losses[n]).float() for n in (name, TORCH)), rtol=3e-2, atol=3e-2)
         timings = bench.measure({name: system.train for name, system in systems.items()}, repeats=GPT_REPEATS)
-        in_turn = {name: round(1e3 * in_turn_s(bench, system), 3) for name, system in systems.items()}
+        in_turn = {name: round(1e3 * system.in_turn_s(bench.size(4, 1)), 3) for name, system in systems.items()}
         for name in (*sharded, "captured"):
             bench.add(
                 f"GPT-2 medium step, {weights}, {name}", systems[name].numel, timings[name], peer=TORCH,
@@ -402,19 +409,16 @@ def sweep(bench: Bench) -> None:
         DEVICE.free_bytes()
 
 
-def in_turn_s(bench: Bench, system: TrainingStep) -> float:
-    samples = []
-    for _ in range(bench.size(4, 1)):
-        DEVICE.synchronize()
-        begin = time.perf_counter()
-        for _ in range(IN_TURN):
-            system.train()
-        DEVICE.synchronize()
-        samples.append((time.perf_counter() - begin) / IN_TURN)
-    return statistics.median(samples)
-
-
-SECTIONS = {"adam": adam, "norm": norm, "layouts": layouts, "host": host, "sweep": sweep, "gpt": gpt, "nccl": nccl}
+SECTIONS = {
+    "adam": adam,
+    "norm": norm,
+    "layouts": layouts,
+    "host": host,
+    "sweep": sweep,
+    "gpt": gpt,
+    "nccl": nccl,
+    "shard": shard,
+}
 
 
 def configure(parser: ArgumentParser) -> None:

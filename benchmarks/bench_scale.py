@@ -32,11 +32,11 @@ import torch  # noqa: E402
 from harness import Results, Timing, parse_args  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from bucketwheel.gathers.forward_order import ForwardOrder  # noqa: E402
 from bucketwheel.grads.bucket import GradBucket, Part  # noqa: E402
 from bucketwheel.kernels.adam_rows import AdamRows  # noqa: E402
 from bucketwheel.layout.packing import Packing, PackItem, RankBucket, pack, rank_buckets  # noqa: E402
 from bucketwheel.native import core  # noqa: E402
+from bucketwheel.residency.demand_order import DemandOrder  # noqa: E402
 
 WORLDS = (8, 64, 512, 4096)
 BUCKET_BYTES, ELEMENT_BYTES = 32 << 20, 2
@@ -73,7 +73,7 @@ class Kept:
     buckets: list[GradBucket]
     rows: AdamRows
     states: list[dict[str, Tensor]]
-    order: ForwardOrder
+    order: DemandOrder
     segments: int
 
 
@@ -110,7 +110,7 @@ def make_tables(packing: Packing, plans: list[RankBucket], shares: Shares, steps
         begin, numel = (owned[0].shard_begin if owned else 0), sum(s.numel for s in owned)
         views = (("exp_avg", shares.exp_avg), ("exp_avg_sq", shares.exp_avg_sq), ("master_param", shares.master))
         states.append({name: memory.narrow(0, begin, numel) for name, memory in views})
-    order = ForwardOrder([list(bucket.parts) for bucket in buckets])
+    order = DemandOrder([list(bucket.parts) for bucket in buckets])
     return Kept(packing, buckets, rows, states, order, sum(len(plan.segments) for plan in plans))
 
 

@@ -2,20 +2,24 @@
 
 Systems, by name: `OURS`, ShardedAdamW in one process; `SHARDED`, the same over a communicator of one rank, which
 buckets, reduces and gathers as several ranks do; `TORCH`, torch's fused AdamW with `clip_grad_norm_`; and, not in
-`SYSTEMS`, `OVER_NCCL`, which is `SHARDED` over a pair of NCCL communicators.
+`SYSTEMS`, `OVER_NCCL`, which is `SHARDED` over a pair of NCCL communicators, `ZERO3`, whose parameters are sharded over one
+rank too (`bw.shard`), and `FSDP2`, torch's `fully_shard` with its fused AdamW, which needs a process group of one rank.
+Both have the blocks of the GPT as units.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import statistics
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from clip_step import Inject
-from gpt_systems import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Gpt, GptConfig
+from gpt_systems import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Block, Gpt, GptConfig
 from gpu_timing import random
 from torch import Tensor, nn
 
@@ -25,20 +29,26 @@ from bucketwheel.comm.communicator import Communicator
 from tests.gpu.device import DEVICE
 
 __all__ = [
+    "FSDP2",
     "GPT_MEDIUM",
     "GPT_TINY",
+    "MIXED",
     "OURS",
     "OVER_NCCL",
     "SHARDED",
     "SYSTEMS",
     "TORCH",
+    "ZERO3",
     "GivenGrads",
     "TrainingStep",
+    "fully_sharded",
     "make_systems",
 ]
 
 OURS, SHARDED, TORCH = SYSTEMS = ("ours", "ours, sharded", "clip_grad_norm_ + torch fused")
 OVER_NCCL = "ours, over NCCL"
+ZERO3, FSDP2 = "ours, parameters sharded", "FSDP2 + torch fused"
+MIXED = "float32, used as bfloat16"  # weights: by autocast where parameters are whole, else by what is gathered
 GPT_MEDIUM = GptConfig(layers=24, width=1024, heads=16, context=512, vocabulary=50257)
 GPT_TINY = GptConfig(layers=2, width=32, heads=2, context=8, vocabulary=97)
 
@@ -48,7 +58,7 @@ class _Optimizer:
 
     def __init__(self, name: str, params: Iterable[nn.Parameter], **more: Any) -> None:
         self._params = list(params)
-        self._is_ours = name != TORCH
+        self._is_ours = name not in (TORCH, FSDP2)
         self._comms = _communicators(name)
         options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
         self._optimizer: Any = (
@@ -131,15 +141,33 @@ def _gpt(config: GptConfig) -> Gpt:
     return Gpt(config).to(DEVICE.tensors)
 
 
+def fully_sharded(module: nn.Module, units: Iterable[nn.Module], param_dtype: torch.dtype | None = None) -> Any:
+    """FSDP2 as it is by default, over the default process group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(DEVICE.tensors.type, (1,))
+    for one in (*units, module):
+        fully_shard(one, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return module
+
+
 class TrainingStep(_Optimizer):
-    """One GPT with one system. ``weights``: "float32, autocast" or "bfloat16" (ours then keeps float32 masters, torch none).
-    ``more``: options of our optimizer."""
+    """One GPT with one system. ``weights``: "float32, autocast", "bfloat16" (ours then keeps float32 masters, torch none) or
+    `MIXED`. ``more``: options of our optimizer."""
 
     def __init__(self, name: str, weights: str, config: GptConfig, batch: int, **more: Any) -> None:
-        self._autocasts = weights != "bfloat16"
+        self._is_sharded = name == ZERO3
+        is_mixed = weights == MIXED and name in (ZERO3, FSDP2)
+        self._autocasts = weights != "bfloat16" and not is_mixed
         self._is_capturable = "capturable" in more
-        dtype = torch.float32 if self._autocasts else torch.bfloat16
-        self._model = copy.deepcopy(_gpt(config)).to(dtype)
+        dtype, used = torch.bfloat16 if weights == "bfloat16" else torch.float32, torch.bfloat16 if is_mixed else None
+        model = copy.deepcopy(_gpt(config)).to(dtype)
+        self._model: Any = model
+        if name == ZERO3:
+            self._model = bw.shard(model, (Block,), group=LocalWorld(1).rank(0), param_dtype=used)
+        elif name == FSDP2:
+            self._model = fully_sharded(model, model.blocks, used)
         super().__init__(name, self._model.parameters(), **more)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
@@ -166,6 +194,19 @@ class TrainingStep(_Optimizer):
         self.finish()
         return loss
 
+    def in_turn_s(self, samples: int, steps: int = 5) -> float:
+        """Seconds a step, of some that follow each other from an idle device to an idle device: with the host's time, where
+        the device waits for it."""
+        found = []
+        for _ in range(samples):
+            DEVICE.synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                self.train()
+            DEVICE.synchronize()
+            found.append((time.perf_counter() - begin) / steps)
+        return statistics.median(found)
+
     def capture(self, warm_up: int = 3) -> list[Tensor]:
         """Captures a step in a CUDA graph, which `train` replays from now on. Returns the losses of the eager steps before."""
         losses: list[Tensor] = []
@@ -189,3 +230,5 @@ class TrainingStep(_Optimizer):
     def close(self) -> None:
         self.__dict__.pop("train", None)  # the graph goes before its communicators
         super().close()
+        if self._is_sharded:
+            self._model.close()

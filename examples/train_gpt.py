@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py                        # two ranks on this machine
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare ddp,fsdp2    # beside DDP and FSDP2, each with AdamW
+    torchrun --nproc-per-node 2 examples/train_gpt.py --zero3                # parameters are sharded too
     python examples/train_gpt.py                                             # one rank, no process group
     torchrun --nproc-per-node 2 examples/train_gpt.py --save DIR --every 32 --resume    # the same line again goes on
 
 The model is plain torch and carries no wrapper. What shards the training is the optimizer: `sharded_adamw` makes it and
-`train_step` uses it; the rest of the file is the model and the data. train_gpt_checkpoint.py saves and resumes,
+`train_step` uses it; the rest of the file is the model and the data. ``--zero3`` shards the parameters too, by one line
+in `sharded_adamw`: a block's are gathered while it computes. train_gpt_checkpoint.py saves and resumes,
 train_gpt_peers.py wraps the peers, train_gpt_report.py measures and draws.
 
 What is random in a step follows from the seed, the step and, for dropout, the rank. So a resumed training has the bits
@@ -14,7 +16,8 @@ of one that was never stopped. A batch is divided over however many ranks there 
 and its losses agree to 1e-5.
 
 The exit code is 1 when the validation loss does not fall, with ``--compare`` in fp32 when a training loss differs from
-a peer's by more than 1e-5 relative, and with ``--check-resume`` when a bit differs.
+a peer's by more than 1e-5 relative, with ``--compare`` and ``--zero3`` when one differs at all from that of whole
+parameters, and with ``--check-resume`` when a bit differs.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ except ImportError as error:
     sys.exit(f"{error}: this example needs the 'demo' extra: pip install 'bucketwheel[demo]'")
 
 LARGEST_DIFFERENCE = 1e-5
+ZERO2, ZERO3 = "bucketwheel", "bw.shard"  # runs: with whole and with sharded parameters
 VOCABULARY = 256  # bytes
 
 
@@ -74,6 +78,7 @@ class Config:
     evaluate_batches: int = option(4, "batches per validation")
     text_bytes: int = option(8_000_000, "upper bound of the text")
     dtype: str = option("fp32", "parameter type; bf16 keeps fp32 masters in the optimizer", choices=["fp32", "bf16"])
+    zero3: bool = option(False, "shard the parameters too; with --compare the run with whole ones is a peer")
     threads: int = option(1, "compute threads per rank")
     seed: int = option(0, "seed of weights and batches")
     compare: str = option("", "train the same model with peers too", choices=["", "ddp", "fsdp2", "ddp,fsdp2"])
@@ -206,10 +211,20 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
     return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": config.weight_decay}]
 
 
-def sharded_adamw(model: nn.Module, config: Config) -> bw.ShardedAdamW:
-    """Each rank keeps its share of the gradients and states. Without a process group: a fused AdamW."""
-    options = {"lr": config.lr, "betas": (0.9, 0.95), "overlap_param_sync": True, "bucket_cap_mb": 2}
+def sharded_adamw(name: str, model: nn.Module, config: Config) -> bw.ShardedAdamW:
+    """Each rank keeps its share of the gradients and states, and of the parameters where the run is `ZERO3`. Without a
+    process group: a fused AdamW."""
+    options = {"lr": config.lr, "betas": (0.9, 0.95)}
+    if name == ZERO3:
+        bw.shard(model, (Block,))  # the parameters come and go by blocks
+    else:
+        options |= {"overlap_param_sync": True, "bucket_cap_mb": 2}
     return bw.ShardedAdamW(parameter_groups(model, config), **options)
+
+
+def whole_params(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Inside all parameters are whole. Collective."""
+    return model.full_params() if hasattr(model, "full_params") else contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -246,8 +261,8 @@ class Run:
 
     @staticmethod
     def start(name: str, model: Gpt, config: Config) -> Run:
-        if name == "bucketwheel":
-            optimizer = sharded_adamw(model, config)
+        if name in (ZERO2, ZERO3):
+            optimizer = sharded_adamw(name, model, config)
         else:
             optimizer = PeerAdamW(name, model, lambda model: parameter_groups(model, config), config.lr)
 
@@ -258,7 +273,7 @@ class Run:
             return 0.55 + 0.45 * math.cos(math.pi * progress)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        keeps_grads = getattr(optimizer, "is_ddp", world() > 1)
+        keeps_grads = getattr(optimizer, "is_ddp", world() > 1 or name == ZERO3)
         return Run(name, getattr(optimizer, "model", model), optimizer, schedule, keeps_grads)
 
     @contextlib.contextmanager
@@ -326,7 +341,8 @@ def train(config: Config) -> tuple[list[Run], list[float], bool]:
     """What was trained, ours first; what `time_plain` says now and then if there are peers; what `resumes_alike` says."""
     text, validation_text = read_text(config.text_bytes)
     model = make_model(config)
-    names = ["bucketwheel", *filter(None, config.compare.split(","))]
+    peers = [name for name in config.compare.split(",") if name]
+    names = [ZERO3, *([ZERO2] if peers else []), *peers] if config.zero3 else [ZERO2, *peers]
     plain, *models = (copy.deepcopy(model) for _ in range(1 + len(names)))
     plain_s: list[float] = []
     runs = [Run.start(name, model, config) for name, model in zip(names, models, strict=True)]
@@ -378,8 +394,9 @@ def resumes_alike(checkpoints: Checkpoints, run: Run, text: Tensor, config: Conf
     again = Run.start(run.name, make_model(config), config)
     begin = checkpoints.restore(again)
     again.losses += [train_step(again, text, step, config) for step in range(begin, config.steps)]
-    pairs = zip(run.model.parameters(), again.model.parameters(), strict=True)
-    alike = again.losses == run.losses and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    with whole_params(run.model), whole_params(again.model):
+        pairs = zip(run.model.parameters(), again.model.parameters(), strict=True)
+        alike = again.losses == run.losses and all(torch.equal(ours, theirs) for ours, theirs in pairs)
     again.optimizer.close()
     found = "the same bits" if alike else "FAILED: other bits"
     say(
@@ -411,9 +428,10 @@ def check(runs: list[Run], config: Config) -> int:
         say(
             f"{peer.name}: largest relative difference of a training loss: {largest:.2e} at step {differences.index(largest) + 1}"
         )
-        # In bf16 the peers have no fp32 masters: they train something else.
-        if config.dtype == "fp32" and not largest <= LARGEST_DIFFERENCE:
-            say(f"FAILED: it must be at most {LARGEST_DIFFERENCE:g}")
+        allowed = 0 if peer.name == ZERO2 else LARGEST_DIFFERENCE
+        # In bf16 the others have no fp32 masters: they train something else.
+        if (config.dtype == "fp32" or peer.name == ZERO2) and not largest <= allowed:
+            say(f"FAILED: it must be at most {allowed:g}")
             code = 1
     return code
 

@@ -3,7 +3,7 @@
 How it is measured:
 
 - *Memory* is rank 0's at its peak in the last step. Parameters, gradients, states and communication buffers are the bytes
-  of the tensors (and pools) that the rank holds after the last backward. The rest is how much more torch's allocator has
+  of the tensors (and pools, in which bw.shard gathers parameters) that the rank holds after the last backward. The rest is how much more torch's allocator has
   handed out at the step's peak than at that moment: activations and temporaries; for FSDP2 also gathered parameters and
   what it reduces. Memory that gloo takes for itself is not counted.
 - *Time* is rank 0's, medians over the steps without the first three and the last. Forward and backward are those of a model
@@ -37,10 +37,10 @@ MEMORY = {
     "pool": "communication buffers",
     REST: "rest at the peak",
 }
-BLUE, ORANGE, GREEN, RED, GREY = "#4c72b0", "#dd8452", "#55a868", "#c44e52", "#c9c9c9"
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#c9c9c9"
 NOTE = (
     "Memory: what a rank holds after backward; the rest is what torch's allocator has handed out beyond that at the peak"
-    " (activations, temporaries, FSDP2's gathered parameters).\n"
+    " (activations, temporaries, FSDP2's gathered parameters; bw.shard's lie in communication buffers).\n"
     "Time: forward and backward are those of a model without wrapper and optimizer; communication is what they and the"
     " waits after them take beyond that."
 )
@@ -129,7 +129,7 @@ def draw(runs: list[Run], plain_s: list[float], path: str) -> plt.Figure:
     axes["time"].set(title="time of a step (medians)", ylabel="ms")
 
     peer = runs[1]
-    for run, color, style in zip(runs, (BLUE, ORANGE, GREEN), ("-", "--", ":"), strict=False):
+    for run, color, style in zip(runs, (BLUE, ORANGE, GREEN, PURPLE), ("-", "--", ":", "-."), strict=False):
         steps = range(1, len(run.losses) + 1)
         axes["loss"].plot(steps, run.losses, style, color=color, label=f"{run.name}, training")
         axes["loss"].plot(*zip(*run.validation, strict=True), "o", color=color, fillstyle="none", label="validation")
