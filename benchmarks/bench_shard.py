@@ -22,7 +22,8 @@ Memory: of rank 0 over two steps after three, in a job of its own for each syste
 
 The peak of *live* is that of the sum after every torch operation; of *held* the peak of tensors, and all that pools hold.
 FSDP2's peak is MemTracker's. Memory of gloo, and of shared memory that ranks talk through, is in neither; it is in PSS, the
-proportional set size at its peak, summed over both ranks, of processes that do nothing else (torch alone has `idle`).
+proportional set size at its peak, summed over both ranks, of processes that do nothing else (torch alone has `idle`). PSS also
+has what malloc keeps of buffers that FSDP2 has freed.
 
 Boundary: a chain of 48 tiny blocks, of 1 and of 12 tensors each, in one rank and in two. Its time less that of the same chain
 with empty Python hooks (before and after forward, and before the output's node in backward), by unit: 48 blocks and the root.
@@ -336,7 +337,8 @@ def with_empty_hooks(model: Chain) -> Chain:
 
 
 class Calls:
-    """Counts calls while it is entered: of native code of the package, and of Python functions of the package."""
+    """Counts calls while it is entered: of native code of the package, and of Python functions of the package. A native
+    attribute that is read or set is no call here."""
 
     def __init__(self) -> None:
         self.native = self.python = 0
