@@ -48,18 +48,12 @@ PAIR = ("base", "base cpu", "step", "step cpu")  # wall and CPU time (all thread
 def timing_job(rank: Rank, names: list[str], config: GptConfig, repeats: int) -> dict[str, Any]:
     """One rank of the timing job: check that the systems agree, then time pairs of (plain forward + backward, step)."""
     keep_freed_memory()
-    batches = token_batches(rank.rank, config, CHECKED_STEPS + repeats)
     plain, systems = Plain(config), {name: build(name, config) for name in names}
-    start = plain.full_parameters()
-    losses = {n: [s.train_step(t).item() for t in batches[:CHECKED_STEPS]] for n, s in systems.items()}
-    updates = {n: s.full_parameters() - start for n, s in systems.items()}
-    for name in names:
-        check_agreement(name, losses, updates)
-    updates.clear()
+    batches = checked_batches(rank, config, plain, systems, repeats)
     samples: dict[str, list[list[float]]] = {name: [[] for _ in PAIR] for name in names}
     gc.collect()
     gc.disable()
-    for repeat, tokens in enumerate(batches[CHECKED_STEPS:]):
+    for repeat, tokens in enumerate(batches):
         for name in rotation(names, repeat):
             for system, into in zip((plain, systems[name]), (samples[name][:2], samples[name][2:]), strict=True):
                 plain.zero_grad()
@@ -72,6 +66,17 @@ def timing_job(rank: Rank, names: list[str], config: GptConfig, repeats: int) ->
     for system in systems.values():
         system.close()
     return {n: {what: Timing(tuple(v)) for what, v in zip(PAIR, lists, strict=True)} for n, lists in samples.items()}
+
+
+def checked_batches(rank: Rank, config: GptConfig, plain: Plain, systems: dict[str, Any], repeats: int) -> list[Any]:
+    """Takes the first steps of all systems, which must agree, and returns a batch for each repeat."""
+    batches = token_batches(rank.rank, config, CHECKED_STEPS + repeats)
+    start = plain.full_parameters()
+    losses = {n: [s.train_step(t).item() for t in batches[:CHECKED_STEPS]] for n, s in systems.items()}
+    updates = {n: s.full_parameters() - start for n, s in systems.items()}
+    for name in systems:
+        check_agreement(name, losses, updates)
+    return list(batches[CHECKED_STEPS:])
 
 
 def check_agreement(name: str, losses: dict[str, list[float]], updates: dict[str, torch.Tensor]) -> None:

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_optim import CHECKED_STEPS, PAIR, check_agreement
+from bench_optim import PAIR, checked_batches
 from gpt_systems import LR, GptConfig, Plain, token_batches
 from harness import Memory, Rank, Results, Timing, keep_freed_memory, parse_args, rotation, run_ranks, slowest
 from shard_systems import FSDP2, SYSTEMS
@@ -74,18 +74,12 @@ def config_of(blocks: int, parameters: float) -> GptConfig:
 def step_job(rank: Rank, names: list[str], config: GptConfig, repeats: int) -> dict[str, dict[str, Timing]]:
     """One rank: checks that the systems agree, then times pairs of (forward + backward, step), and the step's phases."""
     keep_freed_memory()
-    batches = token_batches(rank.rank, config, CHECKED_STEPS + repeats)
     plain, systems = Plain(config), {name: SYSTEMS[name](config) for name in names}
-    start = plain.full_parameters()
-    losses = {n: [s.train_step(t).item() for t in batches[:CHECKED_STEPS]] for n, s in systems.items()}
-    updates = {n: s.full_parameters() - start for n, s in systems.items()}
-    for name in names:
-        check_agreement(name, losses, updates)
-    updates.clear()
+    batches = checked_batches(rank, config, plain, systems, repeats)
     samples: dict[str, dict[str, list[float]]] = {n: {what: [] for what in (*PAIR, *PHASES)} for n in names}
     gc.collect()
     gc.disable()
-    for repeat, tokens in enumerate(batches[CHECKED_STEPS:]):
+    for repeat, tokens in enumerate(batches):
         for name in rotation(names, repeat):
             took: dict[str, list[float]] = {}
             for what, system in (("base", plain), ("step", systems[name])):
@@ -260,7 +254,8 @@ def run_memory(results: Results, names: list[str], config: GptConfig) -> None:
     peaks: dict[str, Peak] = {n: run_ranks(WORLD, tracked_job, n, config).values[0] for n in names}
     resident: dict[str, Memory] = {n: run_ranks(WORLD, pss_job, n or None, config).peak for n in ("", *names)}
     print(
-        f"{config.layers} blocks of width {config.width}: peak MiB of rank 0; PSS of both ranks; idle PSS {resident[''].total_bytes / MIB:.1f}"
+        f"{config.layers} blocks of width {config.width}: peak MiB of rank 0; PSS of both ranks; idle PSS "
+        f"{resident[''].total_bytes / MIB:.1f}"
     )
     for name in names:
         peak = peaks[name]
@@ -441,8 +436,9 @@ def run_boundary(results: Results, repeats: int) -> None:
                 ours_cpu = cpu["ours"].minus(cpu[HOOKS])
                 waited = slowest([rank["waited"][phase] for rank in ranks])
                 counts = ranks[0]["counts"][phase]
-                row = f"{phase:16s} world {world}, {tensors:2d} tensors: ours {ours.median_s * 1e6:6.1f} (spread {ours.spread * 100:.0f} %)"
-                row += f", waited {waited.median_s * 1e6:5.1f}, cpu {ours_cpu.median_s * 1e6:5.1f}; hooks {hooks.median_s * 1e6:4.1f}; "
+                row = f"{phase:16s} world {world}, {tensors:2d} tensors: ours {ours.median_s * 1e6:6.1f} "
+                row += f"(spread {ours.spread * 100:.0f} %), waited {waited.median_s * 1e6:5.1f}, "
+                row += f"cpu {ours_cpu.median_s * 1e6:5.1f}; hooks {hooks.median_s * 1e6:4.1f}; "
                 print(row + ", ".join(f"{name} {value:.2f}" for name, value in counts.items()))
                 results.add(
                     f"boundary, {phase}, world {world}, {tensors} tensors",

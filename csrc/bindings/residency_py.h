@@ -242,7 +242,6 @@ inline void bind_residency(py::module_& m) {
       .def("forward", &PyResidency::forward, arg("unit"), arg("keeps"), arg("in_backward"))
       .def("forward_end", &PyResidency::forward_end, arg("unit"), arg("keeps"), arg("in_backward"), arg("pins"),
            arg("storages"))
-      .def("address", &PyResidency::address, arg("unit"))
       .def("backward", &PyResidency::backward, arg("unit"), arg("address"), arg("root"))
       .def("backward_end", &PyResidency::backward_end)
       .def("forget_events", [](PyResidency& self) { self.machine().forget_events(); })
@@ -262,6 +261,7 @@ inline void bind_residency(py::module_& m) {
           "regime", [](PyResidency& self) { return self.machine().regime(); },
           [](PyResidency& self, int regime) { self.machine().set_regime(regime); })
       .def("end_pass", [](PyResidency& self) { return self.machine().end_pass(); })
+      .def_property_readonly("divergences", [](PyResidency& self) { return self.machine().counts().divergences; })
       .def_property_readonly("hash", [](PyResidency& self) { return self.machine().hash(); })
       .def("intervals", &PyResidency::intervals, arg("regime"))
       .def("record", &PyResidency::record, arg("regime"))
@@ -269,8 +269,8 @@ inline void bind_residency(py::module_& m) {
       .def("memory_counts", &PyResidency::memory_counts)
       .def("counts", [](PyResidency& self) {
         const ResidencyCounts& counts = self.machine().counts();
-        return py::dict(arg("divergences") = counts.divergences, arg("wasted") = counts.wasted,
-                        arg("gathers") = counts.gathers, arg("step_gathers") = counts.step_gathers);
+        return py::dict(arg("wasted") = counts.wasted, arg("gathers") = counts.gathers,
+                        arg("step_gathers") = counts.step_gathers);
       });
 }
 

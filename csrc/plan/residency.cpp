@@ -84,15 +84,18 @@ void Residency::release(int unit, std::vector<int>* released) {
 // need again in this backward.
 void Residency::release_spent(int but, bool by_record, ResidencyActions* actions) {
   const Regime& regime = now();
-  std::vector<uint8_t> is_needed(units_.size(), by_record && (regime.is_lost || regime.record.empty()) ? 1 : 0);
-  for (size_t at = regime.position; by_record && at < regime.record.size(); ++at) {
-    if (regime.record[at].kind == Kind::kBackwardEnd) {
-      break;
+  const auto is_needed = [&](int unit) {
+    if (!by_record || regime.is_lost || regime.record.empty()) {
+      return by_record;
     }
-    is_needed[static_cast<size_t>(regime.record[at].unit)] = 1;
-  }
+    const auto rest = regime.record.begin() + static_cast<std::ptrdiff_t>(regime.position);
+    const auto found = std::find_if(rest, regime.record.end(), [&](const ResidencyEvent& event) {
+      return event.kind == Kind::kBackwardEnd || event.unit == unit;
+    });
+    return found != regime.record.end() && found->kind != Kind::kBackwardEnd;
+  };
   for (int unit = 1; unit < units(); ++unit) {
-    if (unit != but && at(unit).spent && !at(unit).nests && is_needed[static_cast<size_t>(unit)] == 0) {
+    if (unit != but && at(unit).spent && !at(unit).nests && !is_needed(unit)) {
       release(unit, &actions->release);
     }
   }
@@ -277,7 +280,11 @@ std::vector<std::vector<std::pair<int, int>>> residency_intervals(const std::vec
     const ResidencyActions actions = residency.event(record[static_cast<size_t>(time)]);
     end(actions.release, time);
     for (const int unit : actions.gather) {
-      intervals[static_cast<size_t>(unit)].emplace_back(time, static_cast<int>(record.size()));
+      auto& of_unit = intervals[static_cast<size_t>(unit)];
+      if (of_unit.empty() || of_unit.back().second != time) {
+        of_unit.emplace_back(time, 0);
+      }
+      of_unit.back().second = static_cast<int>(record.size());
     }
   }
   return intervals;

@@ -335,14 +335,8 @@ class ShardedModel {
     std::vector<int> numbers;
     std::vector<PlacementKey> keys;
     for (int unit = 0; unit < kCount; ++unit) {
-      std::vector<LiveInterval> live;
-      for (const auto& [start, stop] : intervals[static_cast<size_t>(unit)]) {
-        if (!live.empty() && live.back().second == start) {
-          live.back().second = stop;
-        } else {
-          live.emplace_back(start, stop);
-        }
-      }
+      const auto& of_unit = intervals[static_cast<size_t>(unit)];
+      const std::vector<LiveInterval> live(of_unit.begin(), of_unit.end());
       numbers.push_back(live.empty() ? -1 : static_cast<int>(keys.size()));
       if (!live.empty()) {
         const size_t size = specs_[static_cast<size_t>(unit)].size_bytes;

@@ -131,7 +131,17 @@ TEST(the_intervals_of_a_record_are_what_a_step_does) {
         seen[static_cast<size_t>(unit)].back().second = time;
       }
       for (const int unit : actions.gather) {
-        seen[static_cast<size_t>(unit)].emplace_back(time, static_cast<int>(step.size()));
+        auto& of_unit = seen[static_cast<size_t>(unit)];
+        if (!of_unit.empty() && of_unit.back().second == time) {
+          of_unit.back().second = static_cast<int>(step.size());
+        } else {
+          of_unit.emplace_back(time, static_cast<int>(step.size()));
+        }
+      }
+    }
+    for (const auto& of_unit : seen) {
+      for (size_t at = 1; at < of_unit.size(); ++at) {
+        CHECK(of_unit[at - 1].second < of_unit[at].first);  // they do not touch
       }
     }
     CHECK(seen == residency_intervals(stays, prefetch, step));

@@ -84,5 +84,8 @@ def test_every_case_has_its_line(tmp_path: Path, script: str, lines: int) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert len({(line["case"], line["peer"], line.get("backend")) for line in found}) == len(found) == lines
-    may_be_less = ("stall", "overhead", "memory")  # a difference of two times, or none
-    assert all(any(word in line["case"] for word in may_be_less) or line["ours_s"] > 0 for line in found)
+    # Sharded, a peak of memory takes no time, and an overhead is a difference, which noise may hide.
+    other = {"gpt step memory": "ours_live_bytes", "gpt step overhead": "ours_step_s"} if name == "bench_shard" else {}
+    for line in found:
+        what = other.get(line["case"].split(",")[0], "ours_s")
+        assert line[what] > 0 or "stall" in line["case"]

@@ -17,7 +17,6 @@ from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.leased_params import LeasedParams
 from bucketwheel.layout.masters import join_master
 from bucketwheel.layout.shard_memory import ShardMemory
-from bucketwheel.layout.shard_store import ranges_of
 
 PARAM = "param"  # beside the names of the states
 
@@ -104,9 +103,9 @@ def live_boxes(engine: Engine, info: ParamInfo) -> list[tuple[Box, dict[str, Ten
 
 def sharded_boxes(param: Tensor, home: LeasedParams) -> list[tuple[Box, Tensor]]:
     """The boxes that this rank owns of a sharded parameter that no optimizer trains, each with a view of the values."""
-    packed = next(at for at, info in enumerate(home.infos) if info.param is param)
+    packed = home.packed_of(param)
     values = home.parts_of(packed, home.masters)
-    ranges = ranges_of(home.packing, packed)[home.rank]
+    ranges = home.packing.ranges(packed, home.rank)
     if param.numel() == 0 and home.rank == 0:
         ranges = [(0, 0)]
     found, at = [], 0

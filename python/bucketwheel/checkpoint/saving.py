@@ -203,7 +203,7 @@ class _Contents:
                 if value in known:
                     found[key] = _Sharded(known[value], PARAM)
                 elif (home := home_of(value)) is not None:  # frozen, or of no optimizer
-                    found[key] = _Sharded(home.info_of(value), PARAM)
+                    found[key] = _Sharded(home.infos[home.packed_of(value)], PARAM)
         return found
 
     def _add_sharded(self, leaves: Mapping[str, Any]) -> None:

@@ -104,8 +104,8 @@ class LeasedParams:
         for info in self.infos:
             setattr(info.param, _HOME, weakref.ref(self))
 
-    def info_of(self, param: Tensor) -> ParamInfo:
-        return next(info for info in self.infos if info.param is param)
+    def packed_of(self, param: Tensor) -> int:
+        return next(packed for packed, info in enumerate(self.infos) if info.param is param)
 
     def pairs(self, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """By bucket: its part of ``full`` [numel], and this rank's shard, which is gathered there."""

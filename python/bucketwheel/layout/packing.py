@@ -133,6 +133,10 @@ class Packing:
                 found.append(Segment(param, part.bucket, param_begin, low, high - low))
         return found
 
+    def ranges(self, param: int, rank: int) -> list[tuple[int, int]]:
+        """`owned`, as [begin, end) in the parameter's memory order."""
+        return [(s.param_begin, s.param_begin + s.numel) for s in self.owned(param, rank)]
+
     def segments(self, rank: int) -> list[Segment]:
         """What ``rank`` owns, in the order of its shard space."""
         return [segment for param in range(len(self.items)) for segment in self.owned(param, rank)]

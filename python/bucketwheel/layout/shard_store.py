@@ -22,8 +22,7 @@ from bucketwheel.pool.pool import Pool
 
 def ranges_of(packing: Packing, packed: int) -> list[list[tuple[int, int]]]:
     """By rank: what it owns of a packed parameter, [begin, end) in its memory order, ascending."""
-    owned = (packing.owned(packed, rank) for rank in range(packing.world))
-    return [[(s.param_begin, s.param_begin + s.numel) for s in segments] for segments in owned]
+    return [packing.ranges(packed, rank) for rank in range(packing.world)]
 
 
 Whole = FlatParams | LeasedParams

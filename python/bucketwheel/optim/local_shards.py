@@ -74,8 +74,7 @@ class _LocalShards:
             home = home_of(info.param)
             assert home is not None
             self._homes[home] = None
-            packed = next(at for at, other in enumerate(home.infos) if other.param is info.param)
-            local = Parameter(home.parts_of(packed, home.masters))
+            local = Parameter(home.parts_of(home.packed_of(info.param), home.masters))
             setattr(local, _OWNER, self)  # which lives as long as one of them
             self.params.append(local)
 

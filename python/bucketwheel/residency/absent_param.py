@@ -3,7 +3,7 @@
 There are two kinds: *pending* ones, of which a gather runs, and *sharded* ones (`bucketwheel.shard`), of which no gather
 runs: these have no memory, and whatever needs their values raises `ShardedParamError`.
 
-[Note: pending parameters] While its gather runs a parameter is a `AbsentParam`: the same object with another class,
+[Note: pending parameters] While its gather runs a parameter is an `AbsentParam`: the same object with another class,
 whose ``__torch_function__`` torch calls before it does anything with the parameter. It waits, gives the parameter its own
 class back and goes on; what does not look at values (shape, ``grad``, ``requires_grad``, hooks) does not wait. So a forward
 that knows nothing of this, an evaluation, a moving average, ``print`` and ``copy.deepcopy`` see the values of the last step.
@@ -149,7 +149,7 @@ def _arrive_in(value: Any) -> bool:
 
 
 class AbsentParam(Parameter):
-    """A parameter as long as its gather runs: [Note: pending parameters]. Calling the class makes an ordinary one."""
+    """A parameter while its values are not here: pending or sharded. Calling the class makes an ordinary one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # for type(param)(...), as libraries copy parameters
         return Parameter(*args, **kwargs)

@@ -23,7 +23,6 @@ from bucketwheel.errors import ShardedParamError, expect_int
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.leased_params import LeasedParams, ShardedBy
 from bucketwheel.layout.precision import PARAM_DTYPES
-from bucketwheel.layout.shard_store import ranges_of
 from bucketwheel.residency.absent_param import Sharded, make_sharded, sharded
 from bucketwheel.shard import report
 from bucketwheel.shard.runtime import Runtime
@@ -103,7 +102,8 @@ def shard(
             f"param_dtype={param_dtype}, reduce_dtype={reduce_dtype}, prefetch={prefetch}, reshard={reshard!r:.80}"
         )
         lines = [f"the options of bw.shard: {options}"] + [
-            f"unit {unit.name!r}, stays {unit.stays}: {info.name!r} {tuple(info.param.shape)} {info.dtype} {info.param.requires_grad}"
+            f"unit {unit.name!r}, stays {unit.stays}: {info.name!r} {tuple(info.param.shape)} {info.dtype} "
+            f"{info.param.requires_grad}"
             for unit in found
             for info in unit.params
         ]
@@ -181,7 +181,7 @@ class _Part:
     def __init__(self, home: LeasedParams, packed: int, runtime: Runtime) -> None:
         self._home, self._packed, self._runtime = weakref.ref(home), packed, weakref.ref(runtime)
         self._name, self._stride = home.infos[packed].name, home.infos[packed].stride
-        self._ranges = ranges_of(home.packing, packed)[home.rank]
+        self._ranges = home.packing.ranges(packed, home.rank)
 
     def _alive(self) -> LeasedParams:
         home = self._home()
@@ -202,8 +202,8 @@ class _Part:
         if isinstance(source, TensorShard):
             if source.ranges != tuple(self._ranges) or source.shape != param.shape:
                 raise ValueError(
-                    f"parameter {self._name!r}: this rank has {self._ranges} of it, and the given part is {source.ranges}; load it "
-                    "with torch.distributed.checkpoint or bw.checkpoint.load, which read any world size"
+                    f"parameter {self._name!r}: this rank has {self._ranges} of it, and the given part is {source.ranges}; "
+                    "load it with torch.distributed.checkpoint or bw.checkpoint.load, which read any world size"
                 )
             part = source.piece
         else:
@@ -242,7 +242,8 @@ def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str
             continue
         if not is_held and getattr(options, "full_state_dict", False):
             raise ValueError(
-                f"get_model_state_dict(full_state_dict=True): parameter {name!r} is sharded; call it inside `with model.full_params():`"
+                f"get_model_state_dict(full_state_dict=True): parameter {name!r} is sharded; call it inside "
+                "`with model.full_params():`"
             )
         if not isinstance(value, TensorShard):
             state_dict[name] = value.clone() if is_held else says.detached(param)

@@ -21,7 +21,7 @@ def counts_of(runtime: Runtime) -> dict[str, Any]:
         "regathered_bytes": sum((n - 1) * size for n, size in zip(in_step, runtime.sizes, strict=True) if n > 1),
         "wasted": counts["wasted"],
         "wasted_bytes": memory["wasted"],
-        "divergences": counts["divergences"],
+        "divergences": runtime.native.divergences,
         **{name: memory[name] for name in ("planned", "load", "live", "peak", "side", "side_peak")},
     }
 

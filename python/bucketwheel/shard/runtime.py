@@ -154,8 +154,9 @@ class Runtime:
         memory = self.native.memory(unit)
         if memory is None or not self.native.is_here(unit):
             raise ShardedParamError(
-                f"a backward needs parameters of unit {self.units[unit].name!r}, which are not gathered: it reached them by no output "
-                "of the forward of the unit, or the graph was made inside full_params(): run the backward inside full_params() too"
+                f"a backward needs parameters of unit {self.units[unit].name!r}, which are not gathered: it reached them by no "
+                "output of the forward of the unit, or the graph was made inside full_params(): run the backward inside "
+                "full_params() too"
             )
         return memory
 
@@ -189,10 +190,8 @@ class Runtime:
             self.native.regime = (TRAIN if keeps else EVAL) if self._chosen is None else self._chosen
         self._root_depth += is_model
         if profiler._is_profiler_enabled or torch.is_inference_mode_enabled():
-            with (
-                _no_inference(),
-                self._label("forward", unit),
-            ):  # inference mode makes tensors that training could not use
+            # Inference mode would make tensors that training could not use.
+            with _no_inference(), self._label("forward", unit):
                 is_on_the_side = self.native.forward(unit, keeps, in_backward)
         else:
             is_on_the_side = self.native.forward(unit, keeps, in_backward)
@@ -224,8 +223,8 @@ class Runtime:
         if about is None:
             self.abandon()
             raise ShardedParamError(
-                f"the forward of unit {self.units[unit].name!r} returns memory of its own parameters, which others will use: return a "
-                "copy (weight.clone()), or name a module in units= that has the code that reads it"
+                f"the forward of unit {self.units[unit].name!r} returns memory of its own parameters, which others will use: "
+                "return a copy (weight.clone()), or name a module in units= that has the code that reads it"
             )
         address, regime, root = about
         # Backward needs the root beside the unit, where the model's forward has called it.
@@ -321,8 +320,8 @@ class Runtime:
         if (written := self.native.take_written()) is not None:
             says = sharded(written)
             raise ShardedParamError(
-                f"parameter {says.name if says else ''!r} was written to while it was gathered, and the write is lost: write inside "
-                "`with model.full_params():` (max_norm of nn.Embedding writes in forward: leave it out)"
+                f"parameter {says.name if says else ''!r} was written to while it was gathered, and the write is lost: write "
+                "inside `with model.full_params():` (max_norm of nn.Embedding writes in forward: leave it out)"
             )
 
     def abandon(self) -> None:
@@ -338,8 +337,7 @@ class Runtime:
         self._going.clear()
 
     def _warn_of_divergence(self) -> None:
-        count = self.native.counts()["divergences"]
-        if count and not self._has_warned:
+        if not self._has_warned and (count := self.native.divergences):
             self._has_warned = True
             warnings.warn(
                 f"units were needed in another order than in the recorded step ({count} times): they are gathered when they are "
@@ -362,7 +360,7 @@ class Runtime:
                 if of_unit:
                     key = f"{self.regimes[regime]}/{self.units[unit].name}"
                     sizes[key] = self.sizes[unit]
-                    intervals[key] = _merged([(begin + start, begin + stop) for start, stop in of_unit])
+                    intervals[key] = [(begin + start, begin + stop) for start, stop in of_unit]
             begin += max((stop for of_unit in found for _, stop in of_unit), default=0)
         self.plan = Plan.of("units", sizes, intervals)
         with _no_inference():
@@ -417,7 +415,8 @@ class Runtime:
                 place = full.narrow(0, begin, shape.numel()).as_strided(shape, info.stride)
                 if (info.param.dtype, info.param.shape) != (home.dtype, shape):
                     raise ShardedParamError(
-                        f"parameter {info.name!r} was given a tensor of another dtype or shape inside full_params(): write values instead"
+                        f"parameter {info.name!r} was given a tensor of another dtype or shape inside full_params(): write "
+                        "values instead"
                     )
                 if info.param.data_ptr() != place.data_ptr():  # p.data = new
                     place.copy_(info.param.data)
@@ -448,31 +447,29 @@ def _no_inference() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
-def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for start, stop in intervals:
-        if found and found[-1][1] >= start:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        elif stop > start:
-            found.append((start, stop))
-    return found
-
-
 def _cast_in(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in tuples, lists, dicts and dataclasses, as ``dtype``; in a copy."""
+    """Floating tensors in tuples, lists, dicts and dataclasses, as ``dtype``: in a copy, or in ``value`` if all have it."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast_in(one, dtype) for one in value))
-    if type(value) in (tuple, list):
-        return type(value)(_cast_in(one, dtype) for one in value)
-    if isinstance(value, dict):
-        cast = copy.copy(value)
-        for key, one in value.items():
-            cast[key] = _cast_in(one, dtype)
-        return cast
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _cast_in(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
-        )
-    return value
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if is_named or type(value) in (tuple, list):
+        items = [_cast_in(one, dtype) for one in value]
+        if all(new is one for new, one in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if is_named else type(value)(items)
+    is_dict = isinstance(value, dict)
+    if is_dict:
+        fields = list(value.items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+    else:
+        return value
+    changed = {name: new for name, one in fields if (new := _cast_in(one, dtype)) is not one}
+    if not changed:
+        return value
+    if not is_dict:
+        return dataclasses.replace(value, **changed)
+    cast = copy.copy(value)
+    for name, new in changed.items():
+        cast[name] = new
+    return cast

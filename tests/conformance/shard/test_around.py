@@ -4,11 +4,15 @@ parameters, or a named error."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
@@ -21,28 +25,27 @@ from tests.support.shard_twins import expect_twins, steps, whole_params
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_optimizer_of_torch_steps_local_shards(world: int) -> None:
     """With equal data on all ranks, momentum on the shards is momentum on the whole."""
-    made = Gpt()
-    twin = copy.deepcopy(made)
-    whole = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        for micro in range(2):
-            lm_loss(twin, 2 * step + micro).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        whole.step()
-        whole.zero_grad()
 
-    def body(comm: Communicator, models: list[Any]) -> None:
-        model = bw.shard(models[comm.rank], (Block,), group=comm)
-        shards = bw.local_shards(model)
-        assert all(p.dim() == 1 and p.is_leaf for p in shards)
-        assert sum(p.numel() for p in shards) < sum(p.numel() for p in model.parameters()) / comm.size * 1.5
-        opt = torch.optim.SGD(shards, lr=0.1, momentum=0.9)
+    def train(model: nn.Module, params: Any) -> torch.optim.Optimizer:
+        opt = torch.optim.SGD(params, lr=0.1, momentum=0.9)
         for step in range(4):
             for micro in range(2):
                 lm_loss(model, 2 * step + micro).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             opt.step()
             opt.zero_grad()
+        return opt
+
+    made = Gpt()
+    twin = copy.deepcopy(made)
+    train(twin, twin.parameters())
+
+    def body(comm: Communicator, models: list[Any]) -> None:
+        model = bw.shard(models[comm.rank], (Block,), group=comm)
+        shards = bw.local_shards(model)
+        assert all(p.dim() == 1 and p.is_leaf for p in shards)
+        assert sum(p.numel() for p in shards) < sum(p.numel() for p in model.parameters()) / comm.size * 1.5
+        opt = train(model, shards)
         for ours, theirs in zip(whole_params(model), twin.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         bw.local_shards(model)  # replaces the ones before
@@ -248,6 +251,92 @@ def test_a_backward_outside_of_full_params_needs_them_by_name() -> None:
     with model.full_params():
         sum((p**2).sum() for p in model.parameters()).backward()
         assert model.emb.weight.grad is not None
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(16)
+        self.notes = Notes()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        seen: list[Tensor] = []
+        assert self.notes(self.block(batch["x"]), seen) is None
+        return seen[0]
+
+
+class Notes(Block):
+    def __init__(self) -> None:
+        super().__init__(16)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> None:  # type: ignore[override]
+        seen.append(super().forward(x))
+
+
+def dict_loss(model: Any, seed: int) -> Tensor:
+    batch = OrderedDict(x=torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(seed)))
+    loss = model(batch).square().mean()
+    assert batch["x"].dtype == torch.float32
+    return loss
+
+
+def test_a_unit_may_return_nothing_and_write_to_a_list() -> None:
+    counts = expect_twins(TakesDict, (Block,), steps(dict_loss))
+    assert counts["divergences"] == 0
+
+
+def test_a_cast_leaves_the_dicts_of_the_caller_as_they_are() -> None:
+    model = bw.shard(TakesDict(), (Block,), group=bw.LocalWorld(1).rank(0), param_dtype=torch.bfloat16)
+    opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+    model.block.register_forward_hook(lambda m, args, out: seen.append(args[0].dtype))
+    seen: list[torch.dtype] = []
+    for step in range(2):
+        dict_loss(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_an_average_of_whole_parameters_follows_in_full_params() -> None:
+    def script(model: Any, opt: Any, rank: int) -> list[Any]:
+        average = AveragedModel(
+            Gpt(), multi_avg_fn=get_ema_multi_avg_fn(0.9)
+        )  # its first values are those of the first update
+        for step in range(3):
+            steps(lm_loss, step)(model, opt, rank)
+            with model.full_params() if hasattr(model, "full_params") else nullcontext():
+                average.update_parameters(model)
+        return [p.sum().item() for p in average.parameters()]
+
+    expect_twins(Gpt, (Block,), script)
+
+
+def test_an_interrupted_forward_leaves_no_hooks_of_saved_tensors() -> None:
+    model = bw.shard(Gpt(), (Block,), group=bw.LocalWorld(1).rank(0))
+    opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[1].up.register_forward_hook(interrupt)
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with pytest.raises(KeyboardInterrupt):
+        lm_loss(model, 0)
+    assert top(False) is not None  # of the first step, which saves by name
+    hook.remove()
+    opt.step()
+    assert top(False) is None
+    lm_loss(model, 0).backward()
+
+
+def test_a_full_state_dict_of_torch_s_helper_is_refused_outside_of_full_params() -> None:
+    model = bw.shard(Gpt(), (Block,), group=bw.LocalWorld(1).rank(0))
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises(ValueError, match="full_params"):
+        get_model_state_dict(model, options=options)
+    with model.full_params():
+        whole = get_model_state_dict(model, options=options)
+    assert whole["blocks.0.up.weight"].shape == model.blocks[0].up.weight.shape
 
 
 def test_an_evaluation_between_steps_of_units_that_stay_leaves_the_plan_alone() -> None:

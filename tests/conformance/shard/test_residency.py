@@ -20,9 +20,11 @@ from tests.support.shard_models import Block, Gpt, lm_loss
 from tests.support.shard_twins import expect_twins, steps, whole_params
 
 
-def made(comm: Communicator, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+def made(
+    comm: Communicator, model: nn.Module | None = None, optim: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, Any]:
     model = bw.shard(Gpt() if model is None else model, (Block,), group=comm, **options)
-    return model, bw.ShardedAdamW(model.parameters(), lr=1e-2)
+    return model, bw.ShardedAdamW(model.parameters(), lr=1e-2, **(optim or {}))
 
 
 def train(model: Any, opt: Any, count: int, seed: int = 0) -> None:
@@ -120,7 +122,8 @@ def test_pointers_are_those_of_the_gathered_bytes_before_anything_reads_them() -
 )
 def test_a_thousand_planned_steps_cost_no_memory(options: Any) -> None:
     def body(comm: Communicator) -> None:
-        model, opt = made(comm, Gpt(8, 3), **options)
+        # No bucket of gradients waits: the bound of max_inflight_buckets is a soft one.
+        model, opt = made(comm, Gpt(8, 3), {"max_inflight_buckets": 8}, **options)
         train(model, opt, 3)
         gc.collect()
         pool, before = comm.gathers.pool.stats(), model.residency_counts()
@@ -129,9 +132,8 @@ def test_a_thousand_planned_steps_cost_no_memory(options: Any) -> None:
             opt.step()
             opt.zero_grad()
         after, counts = comm.gathers.pool.stats(), model.residency_counts()
-        assert (after.allocations, after.reserved_bytes) == (pool.allocations, pool.reserved_bytes)
-        assert after.acquires <= pool.acquires + 20  # buckets whose rank was far ahead of its peer: a soft bound
-        assert after.host_waits == pool.host_waits and after.live_bytes == pool.live_bytes
+        for what in ("allocations", "acquires", "reserved_bytes", "host_waits", "live_bytes", "high_water_bytes"):
+            assert getattr(after, what) == getattr(pool, what), what
         assert counts["peak"] == before["peak"] and counts["divergences"] == counts["wasted"] == counts["side"] == 0
 
     run_local(2, body)
