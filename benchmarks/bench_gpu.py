@@ -3,7 +3,7 @@
 
     python benchmarks/bench_gpu.py --section adam|norm|layouts|host|sweep|gpt|nccl|shard|all [--quick] [--json PATH]
 
-`make gpu` runs it; docs/performance.md holds what an H200 measured. --quick: tiny sizes, to see that it works (with
+`make gpu` runs it; benchmarks/README.md holds what an H200 measured. --quick: tiny sizes, to see that it works (with
 BW_GPU_SIMULATE=1 without a GPU).
 """
 

@@ -10,7 +10,7 @@ up to 1 GiB). No parameter has memory: rows point into a buffer of the rank's sh
 kept of plan and tables: bytes of Python objects (tracemalloc) and of native ones (malloc), counted apart from the states.
 
 Fails if plan, tables and state take more than 2 s on a rank at the largest world, or if a rank's bookkeeping is more than 1.5
-times that of 8 ranks. Not in it: communication (`docs/scaling.md`).
+times that of 8 ranks. Not in it: communication (`docs/memory.md`).
 """
 
 from __future__ import annotations

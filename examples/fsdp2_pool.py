@@ -1,4 +1,4 @@
-"""A Llama of small width under torch's FSDP2, whose collectives take their flat buffers from a planned pool.
+"""A narrow Llama with torch's FSDP2. The flat buffers of its collectives come from a bucketwheel pool with planned addresses.
 
 torchrun --nproc-per-node 2 examples/fsdp2_pool.py
 """
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import bucketwheel as bw
 
-WIDTH, HIDDEN, KV, VOCABULARY, LAYERS = 128, 448, 32, 4008, 8  # Llama 3 8B by 32, with 8 of its 32 layers
+WIDTH, HIDDEN, KV, VOCABULARY, LAYERS = 128, 448, 32, 4008, 8  # 1/32 of the width of Llama 3 8B, 8 of its 32 layers
 
 
 class Block(nn.Module):
@@ -39,7 +39,7 @@ def main() -> None:
     for module in (*model[:-2], list(model[-2:]), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # The buffers are small, so slabs must be too. The first step has no plan.
+    # The buffers are small, so the pool allocates small slabs. Step 0 is traced; later steps follow the plan made from it.
     with bw.pool_for_fsdp2(model, bw.Pool(min_slab_bytes=4096)) as pooled:
         for step in range(20):
             tokens = torch.randint(VOCABULARY // 40, (4, 32), generator=torch.Generator().manual_seed(step % 2))

@@ -1,4 +1,4 @@
-"""Two pipeline stages on two data-parallel ranks each, by GPipe and by 1F1B: torchrun --nproc-per-node 4 examples/pipeline.py"""
+"""GPipe and 1F1B over two stages on two data-parallel ranks each: torchrun --nproc-per-node 4 examples/pipeline.py"""
 
 import contextlib
 
@@ -18,26 +18,26 @@ def make_stages() -> list[torch.nn.Module]:
 
 
 def train(ahead: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    stage, data_rank, other = rank // 2, rank % 2, rank ^ 2  # other: the rank with the other stage of the same data
+    stage, data_rank, other = rank // 2, rank % 2, rank ^ 2  # other: the rank of the other stage with the same data
     model = make_stages()[stage]
     opt = bw.ShardedAdamW(model.parameters(), lr=1e-2, process_group=group)
     rest = [(kind, m) for back in range(MICRO) for kind, m in (("B", back), ("F", back + ahead)) if m < MICRO]
     for batches in DATA:
-        held, sent = {}, []
+        live, sent = {}, []
         for kind, m in [("F", m) for m in range(ahead)] + rest:
-            # The first stage reduces while its last backward runs; one behind it would hold up those before it.
+            # Only the first stage reduces during its last backward: the first stage waits for the backwards of the second.
             with contextlib.nullcontext() if (stage, kind, m) == (0, "B", MICRO - 1) else opt.no_sync():
                 received = torch.empty(ROWS, WIDTH, requires_grad=True)
                 if (stage, kind) in ((1, "F"), (0, "B")):
                     dist.recv(received.detach(), other)
                 if kind == "B":
-                    held[m][1].backward(received if stage == 0 else None)
+                    live[m][1].backward(received if stage == 0 else None)
                 else:
                     out = model(received if stage else batches[data_rank, m])
-                    held[m] = received, out.square().mean() / MICRO if stage else out
+                    live[m] = received, out.square().mean() / MICRO if stage else out
                 if (stage, kind) in ((0, "F"), (1, "B")):
-                    sent.append(dist.isend(held[m][1].detach() if stage == 0 else held[m][0].grad, other))
-        opt.grad_sync(model.parameters())  # the second stage starts to reduce, now that it has sent everything
+                    sent.append(dist.isend(live[m][1].detach() if stage == 0 else live[m][0].grad, other))
+        opt.grad_sync(model.parameters())  # the second stage has sent everything and starts to reduce
         opt.step()
         opt.zero_grad()
         [work.wait() for work in sent]
@@ -50,7 +50,7 @@ rank = dist.get_rank()
 group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
 whole = torch.nn.Sequential(*make_stages())
 adam = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-for batches in DATA:  # in one process
+for batches in DATA:  # the same training in one process
     adam.zero_grad()
     whole(batches.flatten(0, 2)).square().mean().backward()
     adam.step()

@@ -1,4 +1,4 @@
-"""Sharded optimizer states (ZeRO-1) from the primitives: reduce-scatter, norm, all-reduce, Adam, all-gather.
+"""Sharded optimizer states (ZeRO-1) from low-level operations: reduce-scatter, norm, all-reduce, Adam step, all-gather.
 
 torchrun --nproc-per-node 2 examples/zero1_by_hand.py
 """
@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     with bw.Communicator(name="zero1") as comm:
-        # Parameters and gradients become views of two flat buffers that the ranks can read of each other.
+        # Parameters and gradients become views of two flat buffers. All ranks can read this memory of each other.
         numel = math.ceil(sum(p.numel() for p in model.parameters()) / comm.size) * comm.size
         params, grads = (comm.pool.empty(numel, torch.float32).zero_() for _ in range(2))
         begin = 0
@@ -25,7 +25,7 @@ def main() -> None:
             p.data = params[begin : begin + p.numel()].view_as(p)
             p.grad = grads[begin : begin + p.numel()].view_as(p)
             begin += p.numel()
-        comm.broadcast(params).wait()  # rank 0's weights for all
+        comm.broadcast(params).wait()  # all ranks start from the weights of rank 0
         param_shard, grad_shard = (flat.view(comm.size, -1)[comm.rank] for flat in (params, grads))
         exp_avg, exp_avg_sq = torch.zeros_like(param_shard), torch.zeros_like(param_shard)
 
@@ -35,7 +35,7 @@ def main() -> None:
             x = torch.randn(256, 32, generator=data)
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
             loss.backward()
-            bw.reduce_scatter(grad_shard, grads, comm).wait()  # sums; the division by the world size is folded below
+            bw.reduce_scatter(grad_shard, grads, comm).wait()  # sums; grad_scale divides them by the world size
             totals = torch.stack([bw.l2_norm([grad_shard]) ** 2, loss.detach().double()])
             comm.all_reduce(totals).wait()
             norm = totals[0].sqrt().item() / comm.size

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 PINS = Path(__file__).resolve().parents[1] / "constraints.txt"
-EXTRAS = ("demo", "test", "lint")
+EXTRAS = ("demo", "docs", "lint", "test")
 NCCL = "nvidia-nccl-"
 
 

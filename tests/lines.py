@@ -86,8 +86,8 @@ def rooms() -> dict[str, int]:
         found[str(path.parent.relative_to(ROOT))] += code_lines(path)
     for path in sources("python"):
         if path.suffix == ".py":
-            parts = path.parent.relative_to(ROOT / "python" / "bucketwheel").parts
-            found["/".join(("python", *parts))] += code_lines(path)
+            parts = path.parent.relative_to(ROOT / "python").parts
+            found["/".join(("python", *parts[1:]))] += code_lines(path)
     return {room: round(lines) for room, lines in sorted(found.items())}
 
 

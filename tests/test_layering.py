@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "tools": {"_version", "errors", "native", "pool", "comm", "checkpoint"},
     "testing": set(),
     "__init__": {"_version", "errors", "pool", "comm", "kernels", "layout", "checkpoint", "shard", "optim"},
-    "__main__": {"tools"},
+    "__main__": {"_version"},  # and tools, by the name of the command
 }
 
 # Lines of code (tests/lines.py --rooms) that a room may have. It goes down with the room. A change that raises it says in its
@@ -84,7 +84,7 @@ BUDGETS = {
     "csrc/plan": 1183,
     "csrc/pool": 1503,
     "csrc/window": 1376,
-    "python": 559,
+    "python": 581,
     "python/checkpoint": 2850,
     "python/comm": 2050,
     "python/residency": 534,
@@ -92,10 +92,10 @@ BUDGETS = {
     "python/grads": 1255,
     "python/kernels": 444,
     "python/layout": 803,
-    "python/native": 764,
-    "python/optim": 2891,
+    "python/native": 787,
+    "python/optim": 2898,
     "python/pool": 981,
-    "python/tools": 467,
+    "python/tools": 593,
 }
 MAX_FACE_NAMES = 8
 # Decided in pure code: values in, values out, nothing of torch and nothing native.

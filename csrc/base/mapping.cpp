@@ -60,11 +60,11 @@ std::shared_ptr<Mapping> Mapping::anonymous(size_t size_bytes) {
 std::shared_ptr<Mapping> Mapping::of_file(int fd, size_t size_bytes, bool is_writable) {
   struct stat status{};
   if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) < size_bytes) {
-    throw CommError("a peer's memory has " + std::to_string(status.st_size) + " bytes, it announced " +
+    throw CommError("a peer's memory has " + std::to_string(status.st_size) + " bytes, but the peer announced " +
                     std::to_string(size_bytes));
   }
   if (!is_size_final(fd)) {
-    throw CommError("a peer's memory of " + std::to_string(size_bytes) + " bytes is not sealed: it could be cut off");
+    throw CommError("a peer's memory of " + std::to_string(size_bytes) + " bytes is not sealed against truncation");
   }
   // At a multiple of a huge page, as the owner maps it: only then can the same huge pages serve here.
   std::byte* const data =

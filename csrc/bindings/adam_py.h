@@ -339,7 +339,7 @@ class PyAdamTable : public PyAdamRows<AdamTable> {
     step.steps = span_of<int64_t>(arguments.steps, DType::kInt64, "steps");
     step.used = span_of<uint8_t>(arguments.used, DType::kUInt8, "used");
     step.gscale = span_of<double>(arguments.factors, DType::kFloat64, "factors");
-    BW_EXPECTS(step.gscale.empty() || arguments.average == 1.0, "average is part of the factors of rows");
+    BW_EXPECTS(step.gscale.empty() || arguments.average == 1.0, "average must be 1 where rows have factors");
     if (step.gscale.empty()) {
       step.gscale = {&arguments.average, 1};
     }

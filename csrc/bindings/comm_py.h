@@ -325,7 +325,7 @@ inline py::list exchange_bytes(Comm& comm, const py::bytes& payload) {
   try {
     return collect_bytes(comm, std::nullopt);
   } catch (const py::error_already_set& error) {
-    comm.abort(error.type().attr("__name__").cast<std::string>() + " in exchange, while it waited for the others");
+    comm.abort(error.type().attr("__name__").cast<std::string>() + " in exchange, while this rank waited");
     throw;
   }
 }

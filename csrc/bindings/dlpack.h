@@ -90,7 +90,7 @@ inline const Torch& torch_api() {
       throw py::error_already_set();
     }
     if (api->version.major != 1) {
-      throw Error("torch speaks DLPack " + std::to_string(api->version.major) + ", bucketwheel understands 1");
+      throw Error("torch has DLPack " + std::to_string(api->version.major) + ", bucketwheel supports DLPack 1");
     }
     return Torch{type.release().ptr(), api};  // both live as long as the process
   }();
@@ -197,7 +197,7 @@ inline void expect_tensor(py::handle object) {
     throw TypeError(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
   }
   if (is_negative_view(object)) {
-    throw TypeError("the tensor is a negative view (is_neg()), whose memory lacks the sign: pass resolve_neg()");
+    throw TypeError("the tensor is a negative view (is_neg()), whose memory has the opposite sign: pass resolve_neg()");
   }
 }
 
@@ -227,7 +227,7 @@ inline Described describe(py::handle object) {
     out.numel *= tensor.shape[i];
   }
   if (tensor.data == nullptr && out.numel != 0) {
-    throw TypeError("the tensor has no memory, as autograd's zero tensors: pass a clone()");
+    throw TypeError("the tensor has no memory, like a zero tensor of autograd: pass a clone()");
   }
   return out;
 }

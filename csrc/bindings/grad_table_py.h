@@ -30,7 +30,7 @@ template <typename T>
 auto property_of(std::vector<T> GradTable::* field) {
   return std::pair{[field](const GradTable& self) { return bytes_of(self.*field); },
                    [field](GradTable& self, std::string_view bytes) {
-                     BW_EXPECTS(bytes.size() == (self.*field).size() * sizeof(T), "values of other parameters");
+                     BW_EXPECTS(bytes.size() == (self.*field).size() * sizeof(T), "the values have another size");
                      std::memcpy((self.*field).data(), bytes.data(), bytes.size());
                    }};
 }

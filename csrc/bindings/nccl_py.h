@@ -46,7 +46,7 @@ inline py::bytes nccl_unique_id() {
 inline NcclUniqueId unique_id_of(const py::bytes& bytes) {
   const std::string_view view = bytes;
   NcclUniqueId id{};
-  BW_EXPECTS(view.size() == sizeof(id.internal), "a unique id of " + std::to_string(view.size()) + " bytes");
+  BW_EXPECTS(view.size() == sizeof(id.internal), "the unique id has " + std::to_string(view.size()) + " bytes");
   view.copy(id.internal, view.size());
   return id;
 }

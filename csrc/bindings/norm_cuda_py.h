@@ -108,7 +108,7 @@ class PyShardAccumulatorCuda final : public GradSink {
 
   bool takes(DType dtype) const override { return shard_takes(accumulator_.dtype(), dtype); }
   void consume(size_t, int64_t, const void*, int64_t) override {
-    throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
+    throw TypeError("the sink takes sums in device memory, but the communicator is on the cpu");
   }
   void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {
     accumulator_.run(sources, dtype, numel, stream);

@@ -90,7 +90,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
     static PyMethodDef after_method = {"on_gradient", &PyWindow::call<&PyWindow::on_gradient>, METH_O, nullptr};
     static PyMethodDef before_method = {"before_gradient", &PyWindow::call<&PyWindow::before_gradient>, METH_O,
                                         nullptr};
-    BW_EXPECTS(index >= 0 && index < static_cast<int>(params_.size()), "hook: no such parameter");
+    BW_EXPECTS(index >= 0 && index < static_cast<int>(params_.size()), "hook: there is no such parameter");
     return function(before ? &before_method : &after_method, index);
   }
   // From now on the hooks of this process ask each placeholder whether torch's reducer has read it: [Note: reducer under
@@ -315,7 +315,7 @@ class PyWindow : public std::enable_shared_from_this<PyWindow> {
   py::object owner() const {
     py::object owner = owner_();
     if (owner.is_none()) {
-      throw Error("the optimizer of this gradient is gone");
+      throw Error("the optimizer of this gradient was deleted");
     }
     return owner;
   }

@@ -47,7 +47,7 @@ Failure failure_of(const std::exception& error, int rank, uint64_t seq) {
 std::string random_id() {
   uint64_t bits = 0;
   if (getentropy(&bits, sizeof(bits)) != 0) {
-    throw Error("no random bytes: " + std::generic_category().message(errno));
+    throw Error("cannot get random bytes: " + std::generic_category().message(errno));
   }
   char text[17];
   std::snprintf(text, sizeof(text), "%016" PRIx64, bits);

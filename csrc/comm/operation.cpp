@@ -15,16 +15,16 @@ std::string at(size_t pair) { return "tensor pair " + std::to_string(pair) + ": 
 void check_reduction(const Operation& op) {
   const Reduction& reduction = op.reduction;
   BW_EXPECTS(!op.sink || reduction.op == ReduceOp::kSum,
-             std::string("op '") + name_of(reduction.op) + "' does not go with a sink: 'sum' does");
+             std::string("op '") + name_of(reduction.op) + "' cannot have a sink: use 'sum'");
   BW_EXPECTS(std::isfinite(reduction.factor), "the factor of op 'premul' is " + std::to_string(reduction.factor));
   for (size_t i = 0; i < op.pairs.size(); ++i) {
     const DType dtype = op.pairs[i].full.dtype;
     BW_EXPECTS(is_float(dtype) || reduction.op == ReduceOp::kSum, at(i) + "op '" + name_of(reduction.op) + "' of " +
                                                                       name_of(dtype) +
-                                                                      " is not supported: of integers only 'sum' is");
+                                                                      " is not supported: use 'sum' for integers");
     BW_EXPECTS(!op.sink || op.sink->takes(dtype), at(i) + name_of(op.collective) + " of " + name_of(dtype) +
                                                       " into a sink that does not take it: a float64 shard " +
-                                                      "takes float64, any other float32, bfloat16 and float16");
+                                                      "takes float64, any other shard float32, bfloat16 and float16");
   }
 }
 
@@ -41,7 +41,7 @@ Range range_of(const View& view, size_t pair) {
 
 [[noreturn]] void throw_overlap(const char* what, const Range& a, const Range& b) {
   throw ValueError(at(a.pair) + what + (a.pair == b.pair ? "" : " of tensor pair " + std::to_string(b.pair)) +
-                   "; a shard may only be its rank's own part of its full buffer");
+                   "; a shard may overlap only its rank's part of its full buffer");
 }
 
 void check_overlap(const Operation& op, int rank) {
@@ -99,7 +99,7 @@ class Hash {
 }  // namespace
 
 void ReduceSink::enqueue(size_t, std::span<const void* const>, DType, int64_t, Stream&) {
-  throw TypeError("the sink takes sums in host memory, the communicator is one of a CUDA device");
+  throw TypeError("the sink takes sums in host memory, but the communicator is on a CUDA device");
 }
 
 const char* name_of(ReduceOp op) {

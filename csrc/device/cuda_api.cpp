@@ -15,10 +15,9 @@ thread_local void* current_posed_stream = nullptr;
 
 void install_cuda_api(const CudaApi* api) {
   if (api->version != CudaApi::kVersion || api->size_bytes != sizeof(CudaApi)) {
-    throw DeviceError("the CUDA module speaks version " + std::to_string(api->version) + " (" +
-                      std::to_string(api->size_bytes) + " bytes), this is version " +
-                      std::to_string(CudaApi::kVersion) + " (" + std::to_string(sizeof(CudaApi)) +
-                      "): they were built from different sources");
+    throw DeviceError("the CUDA module has interface " + std::to_string(api->version) + " (" +
+                      std::to_string(api->size_bytes) + " bytes), this module " + std::to_string(CudaApi::kVersion) +
+                      " (" + std::to_string(sizeof(CudaApi)) + "): they were built from different sources");
   }
   installed = api;
 }

@@ -268,7 +268,7 @@ CudaDevice& CudaDevice::at(int index) {
   int count = 0;
   const int error = BW_CUDA_CALL(get_device_count, &count);
   if (error != kCudaSuccess || !is_index || index >= count) {
-    throw DeviceError("cuda:" + std::to_string(index) + " was asked for; there are " + std::to_string(count) +
+    throw DeviceError("cuda:" + std::to_string(index) + " does not exist: there are " + std::to_string(count) +
                       " CUDA devices" +
                       (error != kCudaSuccess ? std::string(": ") + cuda_api().error_text(error) : std::string()));
   }
@@ -307,7 +307,7 @@ void set_cuda_reclaim(std::function<std::string(int)> reclaim_caches) {
 
 std::string reclaim_cuda_memory(int index) {
   const auto* const function = reclaim.load();
-  return function != nullptr ? (*function)(index) : "nothing could be given back";
+  return function != nullptr ? (*function)(index) : "no memory could be freed";
 }
 
 void* CudaDevice::allocate(size_t size_bytes) {

@@ -70,7 +70,7 @@ void HostQueue::start_worker(const std::shared_ptr<HostQueue>& queue) {
   try {
     queue->worker_ = new std::thread([queue] { queue->work(); });
   } catch (const std::system_error& error) {
-    throw DeviceError("stream '" + queue->name_ + "': the system gave no thread: " + error.what() +
+    throw DeviceError("stream '" + queue->name_ + "': the system started no thread: " + error.what() +
                       " (raise 'ulimit -u' or the container's pids limit)");
   }
   pthread_setname_np(queue->worker_->native_handle(), queue->name_.substr(0, 15).c_str());

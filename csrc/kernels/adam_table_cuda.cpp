@@ -156,7 +156,7 @@ void AdamCudaTable::launch_scalars(const AdamCudaStep& step, void* native) {
 void AdamCudaTable::step(int64_t first_row, int64_t last_row, Stream& stream) {
   BW_EXPECTS(0 <= first_row && first_row <= last_row && last_row <= rows(),
              "rows [" + std::to_string(first_row) + ", " + std::to_string(last_row) + ") of " + std::to_string(rows()));
-  BW_EXPECTS(!are_rows_new_, "step() before begin()");
+  BW_EXPECTS(!are_rows_new_, "step() was called before begin()");
   CudaGuard guard(device_.id().index);
   last_use_.in(stream, "AdamCudaTable", [&](void* native, bool) { launch_rows(first_row, last_row, native); });
 }

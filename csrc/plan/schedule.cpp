@@ -25,9 +25,9 @@ struct Note {
     const size_t fixed = 1 + params + buckets;
     const size_t tail = note.size() - std::min(note.size(), fixed);
     if (note.size() < fixed || (tail != 0 && tail != 8 && tail != 8 * params)) {
-      throw Error("notes of " + std::to_string(note.size()) + " bytes from a rank, for " + std::to_string(params) +
+      throw Error("a rank sent notes of " + std::to_string(note.size()) + " bytes, for " + std::to_string(params) +
                   " parameters in " + std::to_string(buckets) +
-                  " buckets; do all ranks run the same version of bucketwheel?");
+                  " buckets; run the same version of bucketwheel on all ranks");
     }
     is_dirty = (note[0] & kDirty) != 0;
     is_complete = (note[0] & kComplete) != 0;

@@ -52,7 +52,7 @@ Arena::Arena(std::vector<PoolPlan> plans, size_t align_bytes) : plans_(std::move
       const PlannedKey& key = plan.keys[index];
       std::vector<Place*>& places = keys_[key.key].places;
       places.resize(plans_.size());
-      BW_EXPECTS(places[regime] == nullptr, describe(plan, key) + " has another place too");
+      BW_EXPECTS(places[regime] == nullptr, describe(plan, key) + " has a second place");
       places_.push_back({&key, regime, index, cell_at(key.offset_bytes), cell_at(key.offset_bytes + key.size_bytes)});
       places[regime] = &places_.back();
     }

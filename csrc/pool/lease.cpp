@@ -110,7 +110,7 @@ Lease::State::~State() {
     }
   } catch (const std::exception& error) {
     // Where its stream is being captured, replays will use the bytes.
-    std::fprintf(stderr, "[bucketwheel] dropping lease '%s', which stays live: %s\n", key.c_str(), error.what());
+    std::fprintf(stderr, "[bucketwheel] lease '%s' was dropped but stays live: %s\n", key.c_str(), error.what());
     leave_behind();
   }
 }

@@ -29,7 +29,7 @@ Arena::Key* PoolImpl::expect_not_busy(const Lease::State& state) const {
     holder = found == live_keys.end() ? nullptr : found->second;
   }
   if (holder != nullptr) {
-    throw KeyBusy(ask(state.key, state.size_bytes) + ": the key is held by a live " + holder->describe());
+    throw KeyBusy(ask(state.key, state.size_bytes) + ": another lease of the key is live: " + holder->describe());
   }
   return known;
 }
@@ -49,7 +49,7 @@ const Arena::Place* PoolImpl::find_place(Lease::State& state, const Arena::Key* 
       divergence = ask(state.key, state.size_bytes) + ": plan '" + plan.name + "' " +
                    (place == nullptr ? "does not have the key"
                     : !fits          ? "has " + std::to_string(place->planned->size_bytes) + " bytes for it"
-                                     : "has a place for it, which is held by a live " +
+                                     : "has a place for it, but another lease uses that: " +
                                            static_cast<const Lease::State*>(owner)->describe());
       is_divergence_new = true;
     }
@@ -68,7 +68,7 @@ const Arena::Place* PoolImpl::find_place(Lease::State& state, const Arena::Key* 
     throw PlanDiverged(asked() + describe_step(regime));
   }
   if (owner != nullptr) {
-    throw PlanDiverged(asked() + ": bytes of its place are held by a live " +
+    throw PlanDiverged(asked() + ": another lease uses bytes of its place: " +
                        static_cast<const Lease::State*>(owner)->describe() + describe_step(regime));
   }
   return place;
@@ -80,7 +80,7 @@ std::string PoolImpl::describe_step(size_t of_regime) const {
   std::string text = "; plan '" + plan.name + "', acquire " + std::to_string(position) + " of step " +
                      std::to_string(stats.steps) + ": expected " +
                      (position < plan.order.size() ? "'" + plan.keys[plan.order[position]].key + "'" : "none") +
-                     "; before it came";
+                     "; acquired before:";
   const size_t first = position - std::min(position, kListedAcquires);
   for (size_t i = first; i < position; ++i) {
     text += (i == first ? " '" : ", '") + plan.keys[plan.order[i]].key + "'";
@@ -103,7 +103,7 @@ void Pool::adopt(std::vector<PoolPlan> plans, bool is_strict) {
       }
     });
     if (!live.empty()) {
-      throw PoolBusy("adopt: leases are live in places of the plans before: " + PoolImpl::list(live));
+      throw PoolBusy("adopt: leases of the earlier plans are live: " + PoolImpl::list(live));
     }
     if (impl_->arena != nullptr) {
       events = impl_->arena->all_events();
@@ -141,7 +141,7 @@ void Pool::set_regime(const std::string& name) {
     }
     names += (names.empty() ? "'" : ", '") + plan.name + "'";
   }
-  throw ValueError("regime '" + name + "': the pool has " + (names.empty() ? "no plans" : names));
+  throw ValueError("regime '" + name + "': the pool has " + (names.empty() ? "no plans" : "the plans " + names));
 }
 
 std::string Pool::regime() const {
@@ -178,7 +178,7 @@ void Pool::end_step() {
     }
   });
   if (!leaked.empty()) {
-    throw LeaseLeak("the step ended, and these leases are live: " + PoolImpl::list(leaked));
+    throw LeaseLeak("the step ended while these leases were live: " + PoolImpl::list(leaked));
   }
   if (!diverged.empty()) {
     throw PlanDiverged(diverged);

@@ -30,7 +30,7 @@ std::vector<EventRef> events_of(const std::vector<Fence>& fences) {
 }
 
 constexpr const char* kNotDone =
-    "the last users of these bytes are not done, and a graph cannot wait for what is outside";
+    "earlier work on these bytes is not done, and a graph cannot wait for work outside of it";
 
 bool has_pending(const std::vector<Fence>& fences) {
   return std::ranges::any_of(fences, [](const Fence& fence) { return !fence.event->query(); });
@@ -44,7 +44,7 @@ bool has_pending(const std::vector<Fence>& fences) {
 
 // Keeps the slab mapped until the process ends: unmapping memory that a stream still uses would be a crash.
 void leak(const SlabRef& slab, const char* why) {
-  std::fprintf(stderr, "[bucketwheel] slab %u (%zu bytes) is given up while in use, and leaked: %s\n", slab->id,
+  std::fprintf(stderr, "[bucketwheel] slab %u (%zu bytes) is still in use, so it is leaked: %s\n", slab->id,
                slab->size_bytes, why);
   new SlabRef(slab);
 }

@@ -28,7 +28,7 @@ void GradTable::carry_over(const GradTable& old, std::span<const int> indices) {
 }
 
 void GradTable::set_held(std::span<const uint8_t> held) {
-  BW_EXPECTS(held.size() == sums.size(), "flags of other parameters than there are");
+  BW_EXPECTS(held.size() == sums.size(), "held must have one flag for each parameter");
   sums.assign(held.begin(), held.end());
   zeroed.assign(held.size(), 0);
   for (size_t i = 0; i < held.size(); ++i) {

@@ -22,7 +22,7 @@ class PartialSinkCuda final : public ReduceSink {
       : sums_(device, to.data, to.dtype, to.numel, {}, row_sums) {}
   bool takes(DType dtype) const override { return shard_takes(sums_.dtype(), dtype); }
   void consume(size_t, int64_t, const void*, int64_t) override {
-    throw TypeError("the sink takes sums in device memory, the communicator is one of the cpu");
+    throw TypeError("the sink takes sums in device memory, but the communicator is on the cpu");
   }
   void enqueue(size_t, std::span<const void* const> sources, DType dtype, int64_t numel, Stream& stream) override {
     sums_.run(sources, dtype, numel, stream);
@@ -177,7 +177,7 @@ void Reductions::failing_as_one(Body&& body) {
   } catch (const std::exception& error) {
     const auto* const known = dynamic_cast<const Error*>(&error);
     const std::string reason = std::string(known != nullptr ? known->name() : "an error") +
-                               " in the other group of replicate_group: " + error.what();
+                               " in the other group (process_group or replicate_group): " + error.what();
     aside_([&] {
       if (reducers_.tie != nullptr) {
         reducers_.tie->look();  // what a peer has failed is a PeerError in both, and not an abort of this rank's

@@ -3,52 +3,60 @@
 Importing compiles nothing; the native module builds itself at first use.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
-from bucketwheel import checkpoint
 from bucketwheel._version import __version__
-from bucketwheel.checkpoint.snapshots import Snapshots
-from bucketwheel.comm.backends import LocalRank, LocalWorld
-from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
-from bucketwheel.comm.communicator import Communicator
-from bucketwheel.comm.handle import Handle, wait_all
-from bucketwheel.errors import (
-    BudgetTooSmall,
-    BuildError,
-    CheckpointError,
-    ClosedError,
-    CommError,
-    CommTimeout,
-    CrossRankMismatch,
-    DeviceError,
-    Error,
-    KeyBusy,
-    LeaseLeak,
-    MismatchError,
-    PeerError,
-    PlanDiverged,
-    PoolBusy,
-    PoolError,
-    ReleasedTwice,
-    SeveralParamGroups,
-    ShardedGradError,
-    ShardedParamError,
-    SizeExceedsPlan,
-    UnknownKey,
-    UseAfterRelease,
-)
-from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
-from bucketwheel.layout.packing import Packing, PackItem, pack
-from bucketwheel.optim.local_shards import local_shards
-from bucketwheel.optim.module_sync import ModuleSync, sync_module
-from bucketwheel.optim.sharded_adamw import ShardedAdamW
-from bucketwheel.optim.trainer_callback import trainer_callback
-from bucketwheel.pool.fsdp2 import pool_for_fsdp2
-from bucketwheel.pool.pool import Lease, Pool, PoolStats
-from bucketwheel.shard.module import shard
 
-if not TYPE_CHECKING:  # or every name would pass the type checker
-    from bucketwheel.optim.other_optimizers import missing_name as __getattr__  # noqa: F401
+# The console script and `python -m bucketwheel` import what a command needs, so that usage and --version come without torch.
+# argv[0] is "-m" while Python imports the package of the program.
+_is_program = "bucketwheel_command" in sys.modules or (
+    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
+)
+if TYPE_CHECKING or not _is_program:
+    from bucketwheel import checkpoint
+    from bucketwheel.checkpoint.snapshots import Snapshots
+    from bucketwheel.comm.backends import LocalRank, LocalWorld
+    from bucketwheel.comm.collectives import AllGatherRequest, ReduceScatterRequest
+    from bucketwheel.comm.communicator import Communicator
+    from bucketwheel.comm.handle import Handle, wait_all
+    from bucketwheel.errors import (
+        BudgetTooSmall,
+        BuildError,
+        CheckpointError,
+        ClosedError,
+        CommError,
+        CommTimeout,
+        CrossRankMismatch,
+        DeviceError,
+        Error,
+        KeyBusy,
+        LeaseLeak,
+        MismatchError,
+        PeerError,
+        PlanDiverged,
+        PoolBusy,
+        PoolError,
+        ReleasedTwice,
+        SeveralParamGroups,
+        ShardedGradError,
+        ShardedParamError,
+        SizeExceedsPlan,
+        UnknownKey,
+        UseAfterRelease,
+    )
+    from bucketwheel.kernels.ops import PreMulSum, adam_step, all_gather, l2_norm, reduce_scatter
+    from bucketwheel.layout.packing import Packing, PackItem, pack
+    from bucketwheel.optim.local_shards import local_shards
+    from bucketwheel.optim.module_sync import ModuleSync, sync_module
+    from bucketwheel.optim.sharded_adamw import ShardedAdamW
+    from bucketwheel.optim.trainer_callback import trainer_callback
+    from bucketwheel.pool.fsdp2 import pool_for_fsdp2
+    from bucketwheel.pool.pool import Lease, Pool, PoolStats
+    from bucketwheel.shard.module import shard
+
+    if not TYPE_CHECKING:  # or every name would pass the type checker
+        from bucketwheel.optim.other_optimizers import missing_name as __getattr__  # noqa: F401
 
 __all__ = [
     "UnknownKey",

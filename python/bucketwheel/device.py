@@ -155,7 +155,7 @@ def reclaim_memory(index: int) -> str:
             try:
                 given += cache.trim()
             except Error as error:
-                failures += f" (one failed to: {error})"
+                failures += f" (one pool failed: {error})"
     ours = f"pools gave back {given} bytes{failures}"
     if core.is_posing():
         return ours

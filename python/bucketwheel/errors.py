@@ -1,7 +1,6 @@
-"""The errors of bucketwheel.
+"""The errors of bucketwheel. The native module raises these same classes.
 
-Bad arguments raise ``ValueError`` or ``TypeError`` and leave everything as it was. Everything else derives from
-`Error`. The native module raises these same classes.
+Bad arguments raise ``ValueError`` or ``TypeError`` and change nothing. `expect_int` and `expect_number` check arguments.
 """
 
 from __future__ import annotations
@@ -70,37 +69,38 @@ def failing_together(agree: Callable[[str, Exception | None], None], what: str) 
 
 
 class Error(RuntimeError):
-    """Root of every error that is not a bad argument."""
+    """Base class of the errors of bucketwheel. Bad arguments raise ``ValueError`` or ``TypeError`` instead."""
 
 
 class BuildError(Error):
-    """The native module could not be built or loaded."""
+    """The native module cannot be built or loaded."""
 
 
 class CheckpointError(Error):
-    """A checkpoint is damaged, incomplete, or not one: nothing of it was loaded. The message names the file."""
+    """A checkpoint is damaged, incomplete or not a checkpoint, or a save failed. The message names the file or the folder."""
 
 
 class DeviceError(Error):
-    """A stream or event was used where it cannot be (after close, in a forked child), or a CUDA call failed."""
+    """A CUDA call failed, or a stream or event was used after close or in a forked child."""
 
 
 class CaptureError(DeviceError):
-    """During a CUDA graph capture: a call that a graph cannot contain. Outside: a question about work in a graph."""
+    """A call during CUDA graph capture that a graph cannot contain, or a call outside of it that needs the result of captured
+    work."""
 
 
 class CommError(Error):
-    """A communicator failed; every later call on it raises the same error.
+    """A communicator failed. Every later call on it raises the same error.
 
-    Attributes, with their defaults where nothing is known:
-        op: the operation that failed on this rank: ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, or ``""``.
-        seq: its number, the one in the message; without an operation, that of the last one before, or 0.
-        rank: the rank that failed first: this one or the one it heard of; of a `PeerError` the peer; -1 if no single
+    Attributes:
+        op: The operation that failed on this rank: ``"all_gather"``, ``"reduce_scatter"`` or ``"broadcast"``. Empty if it was
+            no operation.
+        seq: The number of the operation, as in the message. Without an operation, the number of the last one, or 0.
+        rank: The rank that failed first, as far as this rank knows. The peer if the error is a `PeerError`; -1 if no single
             rank failed.
-        nccl_code: what NCCL returned on that rank, or None.
-        last_error: NCCL's text for it (ncclGetLastError).
-        reason: the message without its prefix "[bucketwheel rank 3/8 comm 'rs' seq 118] ".
-    """
+        nccl_code: NCCL's result code on that rank, or None.
+        last_error: NCCL's text for the code (``ncclGetLastError``), or empty.
+        reason: The message without its prefix ``[bucketwheel rank 3/8 comm 'rs' seq 118]``."""
 
     op: str
     seq: int
@@ -121,12 +121,11 @@ class PeerError(CommError):
 
 
 class CommTimeout(CommError, TimeoutError):
-    """A deadline passed before all peers arrived.
+    """Some peers did not arrive before the time limit. Also a `TimeoutError`.
 
-    Attributes, beside those of `CommError`:
-        last_seqs: by rank, the number of the last operation that it has issued (0: none), or None where that is not
-            known; empty if nobody knows.
-    """
+    Attributes:
+        last_seqs: For each rank, the number of the last operation that it started (0 means none), or None if it is not known.
+            Empty if no number is known."""
 
     def __init__(self, *message: object, last_seqs: Iterable[int | None] = (), **facts: Any) -> None:
         super().__init__(*message, **facts)
@@ -134,64 +133,64 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class MismatchError(CommError):
-    """Ranks called different operations; the message lists the call of each."""
+    """Ranks called different operations. The message lists the call of each rank."""
 
 
 class ClosedError(CommError):
-    """The communicator was closed."""
+    """The communicator or the optimizer is closed."""
 
 
 class PoolError(Error):
-    """The pool cannot serve a request; the message names the key and the sizes."""
+    """A pool cannot serve a request. The message names the key and the sizes."""
 
 
 class ReleasedTwice(PoolError):
-    """A lease was released again."""
+    """A lease was released a second time."""
 
 
 class UseAfterRelease(PoolError):
-    """A lease's memory was asked for after its release."""
+    """The memory of a lease was requested after its release."""
 
 
 class LeaseLeak(PoolError):
-    """Leases are live where none should be; the message names their keys."""
+    """Leases are live where none may be. The message names their keys."""
 
 
 class KeyBusy(PoolError):
-    """The key has a live lease already."""
+    """The key has a live lease."""
 
 
 class SeveralParamGroups(PoolError):
-    """An FSDP2 module gathers its parameters in several groups; torch has one place for communications of our own."""
+    """A module has several FSDP2 parameter groups; torch supports custom communication only for modules with one."""
 
 
 class PoolBusy(PoolError):
-    """Leases are live that a call needs to have ended; the message names their keys."""
+    """Leases are live that must end before the call. The message names their keys."""
 
 
 class UnknownKey(PoolError):
-    """A strict pool was asked for a key that its plan does not have."""
+    """The plan of a strict pool does not have the key."""
 
 
 class SizeExceedsPlan(PoolError):
-    """A strict pool was asked for more bytes than its plan has for the key."""
+    """The plan of a strict pool has fewer bytes for the key."""
 
 
 class PlanDiverged(PoolError):
-    """A step left the plan of a strict pool; the message has what the plan expected, what came and what came before."""
+    """A step differs from the plan of a strict pool. The message has the expected key, the actual key, and those before."""
 
 
 class BudgetTooSmall(PoolError):
-    """A plan needs more bytes than it may have; the message names the keys that are live at once."""
+    """A plan needs more bytes than allowed. The message names the keys that are live at once."""
 
 
 class CrossRankMismatch(PoolError):
-    """Ranks have different plans; the message names the first difference."""
+    """Ranks have different plans. The message names the first difference."""
 
 
 class ShardedGradError(Error):
-    """Code asked for the values of a gradient that is sharded over the ranks."""
+    """Code read the values of a gradient that is sharded over the ranks."""
 
 
 class ShardedParamError(Error):
-    """Code asked for the values of a parameter that is sharded over the ranks, while it is not gathered."""
+    """Code read the values of a sharded parameter that is not gathered."""

@@ -1,13 +1,6 @@
-"""Run a function on several ranks of this machine, in scripts and tests.
+"""Runs a function on several ranks of this machine, for scripts and tests.
 
-`run_ranks` starts fresh processes, `run_threads` makes ranks of this process's threads. Both return one result per rank, or
-raise `RankFailed` with the traceback of every failed rank. Both keep their deadline, and no rank process outlives its
-runner, not even a runner that is killed (Linux).
-
-Functions for processes are pickled by name: they are at the top level of an importable module or of the main script. The
-main script needs ``if __name__ == "__main__":`` around the code that only the first process runs, as with
-`multiprocessing`.
-"""
+`run_ranks` starts new processes, `run_threads` uses threads of this process."""
 
 from __future__ import annotations
 
@@ -41,7 +34,11 @@ _EXIT_TIMEOUT_S = 30.0  # tearing down torch is seconds of work on a busy machin
 
 
 class RankFailed(RuntimeError):
-    """Some ranks raised, died or hung. ``failures`` maps each of them to its story, ``results`` the others to theirs."""
+    """Raised by `run_ranks` and `run_threads` if ranks raised, died or hung. The message has the traceback or stack of each.
+
+    Attributes:
+        failures: The text of each failed rank, by rank: its traceback, or how it died and its stacks.
+        results: The result of each other rank, by rank."""
 
     def __init__(self, failures: dict[int, str], results: dict[int, Any], world_size: int) -> None:
         self.failures = dict(sorted(failures.items()))
@@ -58,11 +55,22 @@ def run_ranks(
     backend: str | None = "gloo",
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``fn(rank, world_size, *args)`` in ``world_size`` fresh processes; return the results by rank.
+    """Calls ``fn(rank, world_size, *args)`` in new processes, one for each rank, and returns their results by rank.
 
-    ``backend`` names the default process group that each rank finds initialised (None: none). ``timeout_s`` bounds ``fn``,
-    without the start and the end of the processes. ``env`` is added to the environment.
-    """
+    The function and its arguments are pickled, so ``fn`` is a top-level function of an importable module or of the main
+    script. As with `multiprocessing`, the main script needs ``if __name__ == "__main__":`` around the code that only the first
+    process runs. When the call returns or raises, no process is left. On Linux the processes also end if the caller is killed.
+
+    Args:
+        fn: The function of each rank.
+        world_size: Number of ranks.
+        *args: Further arguments of ``fn``.
+        timeout_s: Limit of ``fn`` in seconds, without the start and the end of the processes.
+        backend: Backend of the default process group that each rank finds initialised. None means no process group.
+        env: Variables that are added to the environment of the ranks.
+
+    Raises:
+        RankFailed: A rank raised, died or did not end in time."""
     # Without the second gloo resolves the host name, which need not work.
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
     call = pickle.dumps((fn, args))
@@ -171,10 +179,18 @@ def _answer(send: Callable[[tuple[bool, Any]], None], run: Callable[[], Any]) ->
 
 
 def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
-    """Run ``fn(rank, world_size, *args)`` in ``world_size`` threads of this process; return the results by rank.
+    """Calls ``fn(rank, world_size, *args)`` in threads of this process, one for each rank, and returns their results by rank.
 
-    A thread cannot be killed: one that hangs is reported with its stack and left behind as a daemon.
-    """
+    A thread cannot be killed. A thread that hangs is reported with its stack, and stays as a daemon thread.
+
+    Args:
+        fn: The function of each rank.
+        world_size: Number of ranks.
+        *args: Further arguments of ``fn``.
+        timeout_s: Limit in seconds.
+
+    Raises:
+        RankFailed: A rank raised or did not end in time."""
     # The vector functions of MKL (exp, log, tanh, ...), when a process calls them for the first time and several threads
     # do it at once, may do that one call with its lowest accuracy: results are off by 1e-4.
     torch.exp(torch.ones(1, dtype=torch.float32, device="cpu"))

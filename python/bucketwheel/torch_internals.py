@@ -79,7 +79,7 @@ def override_stale_capture_stream() -> None:
         return
     warnings.warn(
         f"capturable=True: torch {torch.__version__} has no torch.autograd.graph.set_override_stale_capture_stream. A "
-        "capture of backward fails if a node of its graph (also an AccumulateGrad that something has kept) was made in the "
+        "capture of backward fails if a node of its graph (also a kept AccumulateGrad) was made in the "
         "default stream: run the eager steps before the capture in a side stream",
         stacklevel=3,
     )

@@ -334,7 +334,7 @@ def refusals(rank: int, world: int) -> None:
     for changed in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         net = make()
         getattr(net.blocks[2], changed)(theirs := fsdp2._Gather(bw.Pool(), None, "", None))
-        refused(net, ValueError, f"module 'blocks.2' has its buffers from {type(theirs).__name__} already: leave")
+        refused(net, ValueError, f"module 'blocks.2' has its buffers from {type(theirs).__name__} already: do not call")
     net = make()
     net.blocks[1].set_allocate_memory_from_process_group_for_comm(True)
     refused(net, ValueError, "module 'blocks.1' has its buffers from ProcessGroupAllocAllGather already")

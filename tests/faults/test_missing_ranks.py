@@ -255,6 +255,6 @@ def test_a_save_without_an_optimizer_and_into_two_folders(rank_pool: Pools, tmp_
     start = f"[bucketwheel] rank 0 has waited {FIRST_S:g} s for ranks [1] to call bw.checkpoint.save"
     assert len(ours[0]) == 2 and ours[0][0].startswith(start) and not theirs[0]
     assert "ranks [1] have not called bw.checkpoint.save: call it on all ranks" in ours[1]
-    assert "the other ranks gave up after 1.8 s, before this one, rank 1, came" in theirs[1]
+    assert "the other ranks gave up after 1.8 s, before rank 1 arrived" in theirs[1]
     both = f"bw.checkpoint.save into {tmp_path}/of 0, bw.checkpoint.save into {tmp_path}/of 1 (by rank)"
     assert all(both in text and "folder" in text for text in (*ours[2:], *theirs[2:])), ours

@@ -1,4 +1,4 @@
-"""How long ranks wait for one that does not come, and what they read then: docs/parallelism.md, "How long ranks wait"."""
+"""How long ranks wait for one that does not come, and what they read then: docs/several_hosts.md, "How long ranks wait for each other"."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_a_group_or_where_it_does_not_tell_it_is_ten_minutes(monkeypatch
 def test_a_time_limit_that_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         ShardedAdamW(parameters_of(), timeout_s=0)
-    with pytest.raises(ValueError, match=r"process_group is one, which keeps its own: give that to Communicator"):
+    with pytest.raises(ValueError, match=r"process_group is a Communicator with its own time limit: pass Communicator"):
         ShardedAdamW(parameters_of(), process_group=Communicator(), timeout_s=3)
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_makes_no_optimizer_is_named_within_the_time_limit(
     """And is told, when it comes after all, that the others have gone."""
     for rank, (kind, text, took_s) in enumerate(rank_pool(world).run(never_made, option)):
         assert kind is CommTimeout and took_s < LIMIT_S + SOON_S
-        assert ("the other ranks gave up after 2 s, before this one, rank 1" if rank == 1 else "ranks [1] have") in text
+        assert ("the other ranks gave up after 2 s, before rank 1 arrived" if rank == 1 else "ranks [1] have") in text
 
 
 def leaves_its_loop(rank: int, world: int, how: str) -> tuple[type[BaseException] | None, str, float]:

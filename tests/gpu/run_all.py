@@ -11,7 +11,7 @@ the most important come first. ``--out`` gets
     PART.log        the output of a part
     table.txt       the table that is printed last, one line a part
 
-The exit status is the number of parts that failed. docs/testing.md says what each part proves.
+The exit status is the number of parts that failed. docs/developers/testing.md says what has passed.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ TEST(links_refuse_files_that_could_fault) {
     });
     CHECK_THROWS(CommError, why, link.links->slab(1, message.slab));
   };
-  expect_refused("is not sealed: it could be cut off", {Kind::kSlab, 0, 4096}, unsealed.get());
-  expect_refused("has 4096 bytes, it announced 4097", {Kind::kSlab, 0, 4097}, file.get());
+  expect_refused("is not sealed against truncation", {Kind::kSlab, 0, 4096}, unsealed.get());
+  expect_refused("has 4096 bytes, but the peer announced 4097", {Kind::kSlab, 0, 4097}, file.get());
   expect_refused("it announced 4096", {Kind::kSlab, 0, 4096}, -1);
 }
 

@@ -1,7 +1,9 @@
-"""The code of docs/checkpoints.md that reads and writes checkpoints of other systems."""
+"""The examples from_*.py read and write checkpoints of other systems."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bucketwheel as bw
-from tests.stock.test_docs import run_block
+from tests.support.example_runs import EXAMPLES
 
-TITLE = "Coming from and going to other systems"
 F32, BF16 = torch.float32, torch.bfloat16
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def example(name: str) -> Any:
+    """The module of an example."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
 
 
 def make_model(dtype: torch.dtype = F32) -> nn.Sequential:
@@ -83,17 +91,17 @@ def write_universal(folder: Path, saved: dict[str, dict[str, Tensor]], step: int
 
 
 def convert_deepspeed(rank: int, world: int, folder: Path, dtype: torch.dtype, stage: int) -> None:
-    code = run_block("docs/checkpoints.md", TITLE)
+    code = example("from_deepspeed")
     saved, step = trained_by_torch()
     if rank == 0:
         write_universal(folder, saved, step, stage)
     dist.barrier()
     model, optimizer = made(dtype)
-    code["from_deepspeed"](folder, model, optimizer, step=step if stage == 3 else None)
+    code.from_deepspeed(folder, model, optimizer, step=step if stage == 3 else None)
     expect_whole(model, optimizer, saved, step)
 
     train(model, optimizer, range(step, step + 2))
-    code["to_deepspeed"](folder, model, optimizer)
+    code.to_deepspeed(folder, model, optimizer)
     dist.barrier()
     full = optimizer.full_state_dict(None, model=model)["state"]
     for name, p in model.named_parameters():
@@ -119,7 +127,7 @@ def test_a_universal_checkpoint_of_deepspeed(
 
 
 def convert_megatron(rank: int, world: int, folder: Path, dtype: torch.dtype) -> None:
-    code = run_block("docs/checkpoints.md", TITLE)
+    code = example("from_megatron")
     saved, step = trained_by_torch()
     keys = {"fp32": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     theirs = {
@@ -129,7 +137,7 @@ def convert_megatron(rank: int, world: int, folder: Path, dtype: torch.dtype) ->
     }
     dcp.save(theirs, checkpoint_id=folder)
     model, optimizer = made(dtype)
-    code["from_torch_dist"](folder, model, optimizer, lambda name: f"decoder.{name}", step)
+    code.from_torch_dist(folder, model, optimizer, lambda name: f"decoder.{name}", step)
     expect_whole(model, optimizer, saved, step)
     optimizer.close()
 
@@ -169,12 +177,12 @@ def save_with_fsdp2(rank: int, world: int, folder: Path) -> dict[str, dict[str, 
 def load_and_save(
     rank: int, world: int, folder: Path, back: Path, saved: dict[str, dict[str, Tensor]], groups: int
 ) -> Any:
-    code = run_block("docs/checkpoints.md", TITLE)
+    code = example("from_fsdp2")
     model, optimizer = made(groups=groups)
-    code["from_fsdp2"](folder, model, optimizer)
+    code.from_fsdp2(folder, model, optimizer)
     expect_whole(model, optimizer, saved, 3)
     train(model, optimizer, range(3, 5))
-    code["to_fsdp2"](back, model, optimizer)
+    code.to_fsdp2(back, model, optimizer)
     full = optimizer.full_state_dict(None, model=model)["state"]
     optimizer.close()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

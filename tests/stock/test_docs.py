@@ -1,8 +1,10 @@
-"""What the pages say is so: their code runs, their numbers are computed, their links and errors exist."""
+"""The site says what is so: its code runs, its numbers are computed, its links, commands, names and errors exist."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import math
 import re
 from pathlib import Path
@@ -14,10 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import bucketwheel as bw
+from bucketwheel import checkpoint, pool, testing
+from bucketwheel.__main__ import _COMMANDS as COMMANDS
 from bucketwheel.layout.packing import PackItem, pack
+from tests.support.pages import ROOT, run_page, shell_lines, words
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [page for page in SITE if page.parent.name != "api"]
+ENTRANCE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+SITE_WORDS, README_WORDS, TERMS = 20_000, 700, 60
 
 
 def section(page: str, title: str) -> str:
@@ -30,6 +38,59 @@ def run_block(page: str, title: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(compile(block, f"{page}: {title}", "exec"), names)
     return names
+
+
+def run_pages(rank: int, world: int, page: Path, folder: Path) -> None:
+    run_page(rank, world, page, folder)
+
+
+@pytest.mark.parametrize("page", [*ENTRANCE, *PAGES], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(rank_pool: Any, page: Path, tmp_path: Path) -> None:
+    rank_pool(2).run(run_pages, page, tmp_path, timeout_s=60)
+
+
+def test_the_site_can_be_read_in_an_evening() -> None:
+    assert len(PAGES) > 20
+    assert sum(map(words, PAGES)) <= SITE_WORDS
+    assert words(ROOT / "README.md") <= README_WORDS
+    terms = re.findall(r"^\| \*\*|^[^\n|].*\n:   ", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert 20 < len(terms) <= TERMS
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = set(re.findall(r"^::: bucketwheel\.(\S+)$", text, re.M))
+    public = set(bw.__all__) - {"__version__", "checkpoint", "shard"} | {"shard.module.shard"}  # a package has its name
+    for prefix, module in (("checkpoint", checkpoint), ("pool", pool), ("testing", testing)):
+        public |= {f"{prefix}.{name}" for name in module.__all__ if name not in bw.__all__}
+    assert public <= shown, public - shown
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    inner = [options_of(each) for action in nested for each in action.choices.values()]
+    return set(parser._option_string_actions).union(*inner)
+
+
+def test_commands_of_the_pages_exist() -> None:
+    """Of ours: subcommands and options. Of others: the targets and files that they name."""
+    allowed = {"": {"--version", "--help"}}
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"bucketwheel.tools.{name}").add_arguments(parser)
+        allowed[name] = options_of(parser)
+    seen = set()
+    for page in [*ENTRANCE, *PAGES]:
+        for line in shell_lines(page):
+            where = f"{page.name}: {line}"
+            if found := re.search(r"(?:^|python -m )bucketwheel\b ?(\w*)([^|]*)", line):
+                seen.add(found[1])
+                assert found[1] in allowed and set(re.findall(r"--[\w-]+", found[2])) <= allowed[found[1]], where
+            for target in re.findall(r"^make (\w[\w-]*)", line):
+                assert f"\n{target}:" in (ROOT / "Makefile").read_text(), where
+            for path in re.findall(r"\b((?:examples|benchmarks|tests)/[\w/]+\.py)", line):
+                assert (ROOT / path).is_file(), where
+    assert set(COMMANDS) <= seen
 
 
 def test_the_memory_of_a_7b_model_is_computed() -> None:
@@ -89,7 +150,7 @@ ROW_CUTS: dict[str, tuple[list[Shape], int, int]] = {
 def test_the_table_of_row_cuts_is_computed() -> None:
     numels = {name: sum(map(math.prod, shapes)) for name, (shapes, *_) in ROW_CUTS.items()}
     assert set(numels.values()) == {124_439_808, 25_557_032, 6_738_415_616}
-    text = section("docs/checkpoints.md", "Row cuts")
+    text = section("docs/saving.md", "Row cuts")
     for name, (shapes, element_bytes, mib) in ROW_CUTS.items():
         bucket_numel, cells = mib * 2**20 // element_bytes, []
         for world in (2, 8, 64, 512):
@@ -105,25 +166,23 @@ def test_the_table_of_row_cuts_is_computed() -> None:
         assert f"| {name} | {' | '.join(cells)} |\n" in text, f"| {name} | {' | '.join(cells)} |"
 
 
-def test_twenty_lines_learn(capsys: pytest.CaptureFixture[str]) -> None:
-    run_block("README.md", "Twenty lines")
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out)]
-    assert len(losses) == 10 and losses[-1] < 0.5 * losses[0], losses
+def test_links_of_the_entrance_lead_somewhere() -> None:
+    """Those of the site are `make docs`'s: a link that leads nowhere is an error there."""
+    for page in ENTRANCE:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [*ENTRANCE, *PAGES]:
+        for path in re.findall(
+            r"`((?:examples|benchmarks|tests|csrc|docs|python/bucketwheel)/[\w./-]+\w)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-def anchor(heading: str) -> str:
-    """GitHub's."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target, _, heading in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())):
-            if not target.startswith("http"):
-                found = (page.parent / target).resolve() if target else page
-                assert found.exists(), f"{page.name}: {target}"
-                headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M) if heading else []
-                assert not heading or heading in map(anchor, headings), f"{page.name}: {target}#{heading}"
+def test_pages_that_code_names_exist() -> None:
+    """In docstrings and messages: a page, or a section of it (docs/x.md, "Title")."""
+    for path in [*(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]:
+        for name in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):
+            assert (ROOT / name).is_file(), f"{path.relative_to(ROOT)}: {name}"
 
 
 def sources() -> str:
@@ -141,7 +200,7 @@ def test_the_errors_of_the_troubleshooting_page_exist() -> None:
     assert not unknown, "messages have changed: " + "; ".join(unknown)
 
 
-# --- the script of docs/ddp.md, beside what it was --------------------------------------------------------------------
+# --- the script of docs/from_ddp.md, beside what it was --------------------------------------------------------------------
 
 
 def make_model() -> nn.Sequential:
@@ -181,7 +240,7 @@ def train_with_ddp(rank: int, steps: range) -> tuple[list[float], nn.Module]:
 
 
 def convert(rank: int, world: int, folder: Path) -> None:
-    train = run_block("docs/ddp.md", "A script")["train"]
+    train = run_block("docs/from_ddp.md", "A complete script")["train"]
     before, _ = train(make_model, batches, loss_of, range(6), folder)
     after, ema = train(make_model, batches, loss_of, range(6, 12), folder, resume=True)
     expected, expected_ema = train_with_ddp(rank, range(12))

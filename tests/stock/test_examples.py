@@ -1,5 +1,6 @@
 """The short examples run and come to the results they print. The main job has its own test (test_train_gpt.py)."""
 
+import importlib.util
 import re
 
 import pytest
@@ -58,6 +59,72 @@ def test_sharded_params_learn_generate_and_load():
     found = re.findall(r"the next loss is ([\d.e-]+), from the checkpoint ([\d.e-]+)", output)
     assert len(found) == 2 and all(one == other for one, other in found), output
     assert "5 units over 2 ranks" in output and "divergences: 0" in output, output
+
+
+@pytest.mark.slow
+def test_hsdp_has_the_same_bits_with_and_without_sharded_parameters():
+    output = output_of("hsdp.py", 4)
+    found = re.findall(r"rank \d: loss (\S+) to (\S+), states 4\.\d bytes a parameter", output)
+    assert len(found) == 4 and all(float(last) < 0.1 * float(first) for first, last in found), output
+    assert output.count("losses are equal: True, parameters are equal: True") == 4, output
+
+
+@pytest.mark.slow
+def test_torch_pipelining_agrees_with_one_process():
+    output = output_of("torch_pipelining.py", 4)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 4 and losses[-1] < 0.1 * losses[0], output
+    differences = re.findall(r"parameters differ from one process by ([\d.e+-]+) at most", output)
+    assert len(differences) == 4 and all(float(difference) < 1e-5 for difference in differences), output
+
+
+def losses_in(text: str) -> list[float]:
+    return [float(loss) for loss in text.split(", ")]
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
+    runs = [("two_then_one", 2, 4), ("two_then_one", 1, 4), ("one", 1, 8)]
+    found = {}
+    for folder, ranks, steps in runs:
+        code, output = run_example(
+            "elastic_resume.py", ranks, "--folder", folder, "--steps", str(steps), directory=tmp_path
+        )
+        assert code == 0, output
+        found.setdefault(folder, []).extend(re.findall(r"begin after step \d+|step \d+ loss \S+", output))
+    assert found["two_then_one"].pop(5) == "begin after step 4", found
+    last = {name: losses_in(", ".join(line.split()[-1] for line in lines[1:])) for name, lines in found.items()}
+    assert len(last["one"]) == 8 and last["two_then_one"] == pytest.approx(last["one"], rel=1e-5), last
+
+
+@pytest.mark.slow  # test_checkpoint_guides.py converts and compares all states
+@pytest.mark.parametrize("system", ["fsdp2", "deepspeed", "megatron"])
+def test_a_checkpoint_of_another_system_trains_on_as_there(system):
+    output = output_of(f"from_{system}.py", 2)
+    if system == "deepspeed":
+        theirs, ours = (
+            re.findall(rf"rank 0 step [345]: {name} loss (\S+)", output) for name in ("AdamW", "ShardedAdamW")
+        )
+        pairs = [(list(map(float, theirs)), list(map(float, ours)))]
+    else:
+        found = re.findall(r"(?:FSDP2|AdamW) \[(.*?)\], (?:bucketwheel|ShardedAdamW) \[(.*?)\]", output)
+        pairs = [tuple(map(losses_in, pair)) for pair in found]
+    assert pairs, output
+    for expected, losses in pairs:
+        assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-5), output
+
+
+@pytest.mark.slow  # tests/frameworks trains and resumes in both
+@pytest.mark.parametrize("name", ["hf_accelerate.py", "hf_trainer.py"])
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_hugging_face_trains_on_as_if_it_had_not_stopped(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, output = run_example(name, 2, directory=tmp_path)
+    assert code == 0, output
+    found = re.findall(r"unbroken \[(.*?)\], resumed \[(.*?)\]", output)
+    assert len(found) == 2, output
+    for unbroken, resumed in found:
+        assert len(losses_in(resumed)) >= 4 and resumed == unbroken, output
 
 
 WITH_EVENTS = """

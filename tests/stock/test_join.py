@@ -1,4 +1,4 @@
-"""Ranks with fewer inputs than others: the loop of docs/parallelism.md does what torch's Join does for DDP, which is refused."""
+"""Ranks with fewer inputs than others: the loop of docs/several_hosts.md does what torch's Join does for DDP, which is refused."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ def train_joined(rank: int, world: int, what: str) -> tuple[str, float]:
 def test_join_is_refused_on_all_ranks_at_once(rank_pool: Callable[[int], RankPool], what: str) -> None:
     for text, took_s in rank_pool(2).run(train_joined, what):
         assert took_s < 10
-        assert "torch's Join" in text and "goes on making the optimizer's calls without a backward" in text
+        assert "torch's Join" in text and "must go on calling the optimizer, without a backward" in text

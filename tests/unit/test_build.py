@@ -212,6 +212,18 @@ def test_an_edited_header_gives_another_entry_and_compiles_only_its_users(tree: 
     assert len(tree.entries()) == 2
 
 
+def test_the_same_compiler_by_another_path_finds_the_module(tree: TinyTree) -> None:
+    tree.run()
+    link = tree.root / "bin" / "tiny-c++"
+    link.parent.mkdir()
+    link.symlink_to(tree.compiler)
+    assert tree.run(CXX=str(link)) == ("42", "") == tree.run(CXX="tiny-c++", PATH=f"{link.parent}:{os.environ['PATH']}")
+    assert tree.run(CXX=f"{link} -O1")[0] == "42" and len(tree.entries()) == 2
+    tree.make_compiler(before="true")  # another one with the same --version
+    assert tree.run()[0] == "42" and len(tree.entries()) == 3
+    assert len(list((tree.cache / "builds").glob("*/build.ninja"))) == 3
+
+
 # ---- where it looks --------------------------------------------------------------------------------------------------
 
 

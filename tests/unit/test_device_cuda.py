@@ -141,7 +141,7 @@ def test_calls_that_fail_say_which_and_why() -> None:
 
 
 def test_devices_that_are_not_there_are_named() -> None:
-    with pytest.raises(DeviceError, match="cuda:3 was asked for; there are 1 CUDA devices"):
+    with pytest.raises(DeviceError, match="cuda:3 does not exist: there are 1 CUDA devices"):
         core.Stream("work", 3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,14 @@ def test_nothing_is_built_unless_asked(tree: TinyTree) -> None:
     text = run(tree, status=0)
     assert "CPU module   not built yet" in text and "CUDA module  not built yet" in text and "all well" in text
     assert tree.compiled() == tree.nvcc_calls() == []
-    assert f"torch        {torch.__version__}, CUDA" in text and f"BW_CACHE_DIR={tree.cache}" in text
+    of_torch = f"CUDA {torch.version.cuda}, NCCL" if torch.version.cuda else "without CUDA"
+    assert f"torch        {torch.__version__}, {of_torch}" in text and f"BW_CACHE_DIR={tree.cache}" in text
     assert f"compiler     {tree.compiler}" in text and len(text.splitlines()) < 25
-    assert json.loads(run(tree, "--json", status=0))["compiler"].startswith(str(tree.compiler))
+    found = json.loads(run(tree, "--json", status=0))
+    assert (
+        found["compiler"].startswith(f"{tree.compiler}: c++ (") and found["nvcc"] == f"{tree.nvcc}: nvcc: release 13.0"
+    )
+    assert found["system"] == platform.platform() and f"CXX={tree.compiler}" in found["environment"]
     text = run(tree, status=0, NVCC="no-such-nvcc")
     assert "nvcc         none, and not needed here" in text and "CUDA module  none, and not needed here" in text
     assert "broken: the native module is not built yet, and BW_JIT=0" in run(tree, status=2, BW_JIT="0")
@@ -90,7 +96,7 @@ def test_what_only_gpus_need_reads_as_no_fault_where_there_are_none(monkeypatch:
     monkeypatch.setenv("BW_NCCL_LIB", "/x")
     assert examined(monkeypatch, [], _nccl=none)[2] == "NCCL: none was found"
     monkeypatch.setenv("BW_TYPO", "1")
-    assert "BW_TYPO is set, which bucketwheel does not know" in examined(monkeypatch, [], _cache=BuildError("no"))[2]
+    assert "BW_TYPO is set, but bucketwheel has no such variable" in examined(monkeypatch, [], _cache=BuildError("no"))[2]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees none" in examined(monkeypatch, H200)[2]
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -53,9 +53,9 @@ def test_all_that_is_read_is_known_and_nothing_else() -> None:
 
 
 def test_all_that_is_read_is_documented() -> None:
-    rows = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "building.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE)
     assert set(NAME.findall(" ".join(rows))) == env.KNOWN - TESTS_OWN
-    assert set(NAME.findall((ROOT / "docs" / "testing.md").read_text())) >= TESTS_OWN
+    assert set(NAME.findall((ROOT / "docs" / "developers" / "testing.md").read_text())) >= TESTS_OWN
 
 
 # ---- bad values ------------------------------------------------------------------------------------------------------

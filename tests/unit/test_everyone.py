@@ -72,7 +72,7 @@ def test_ranks_that_write_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             time.sleep(0.1)
             board.note_write()
         if rank == 0:
-            with pytest.raises(CheckpointError, match=r"waited 0\.6 s for data, and nothing was written"):
+            with pytest.raises(CheckpointError, match=r"no rank wrote data in 0\.6 s, while this one waited for data"):
                 board.wait_for("1", "data")
             assert int(board._store.get("writes")) == 15
 

@@ -56,7 +56,7 @@ def test_nothing_is_executed(tmp_path: Path, call: tuple[Any, ...], place: str, 
     else:
         setattr(metadata, place, {"x": hostile})
     (tmp_path / "c" / METADATA).write_bytes(packed(metadata) if ours else pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"names \S+, which no checkpoint's metadata holds: nothing"):
+    with pytest.raises(CheckpointError, match=r"names \S+, which the metadata of a checkpoint cannot contain: no code"):
         describe(tmp_path / "c")
     assert not flag.exists()
 
@@ -144,7 +144,7 @@ def pipe(folder: Path, metadata: Metadata) -> None:
         (of_info(transform_descriptors=["zstd"]), "FileSystemReader"),
         (of_info(offset=10**6), "bytes, .* were written"),
         (lambda _, m: m.storage_data.clear(), "is longer"),
-        (lambda _, m: getattr(m, ATTRIBUTE).update(version=1), "format 1, 2 is known: .* the release that wrote it"),
+        (lambda _, m: getattr(m, ATTRIBUTE).update(version=1), "format 1, not 2: .* the release that wrote them"),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, change: Callable[[Path, Metadata], None], message: str) -> None:

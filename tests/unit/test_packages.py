@@ -51,7 +51,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
-    wanted = sources() | {f"python/bucketwheel/{name}" for name in modules()}
+    wanted = sources() | {f"python/bucketwheel/{name}" for name in modules()} | {"python/bucketwheel_command.py"}
     wanted |= set("pyproject.toml setup.py build_backend.py MANIFEST.in constraints.txt PKG-INFO setup.cfg".split())
     wanted |= {"README.md", "LICENSE", "CHANGELOG.md"}
     assert {name for name in names if ".egg-info/" not in name} == wanted
@@ -103,7 +103,9 @@ def test_a_wheel_from_the_sdist(sdist: Path, tmp_path: Path, aot: str) -> None:
     wanted = {f"bucketwheel/{name}" for name in modules()} | {f"bucketwheel/_{name}" for name in sources()}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     built = {"": [], "cpu": ["_cpu"], "cuda": ["_cpu", "_cuda"]}[aot]
-    wanted |= {f"bucketwheel/_native/{name}{end}" for name in built for end in (suffix, ".json")}
+    wanted |= {"bucketwheel_command.py"} | {
+        f"bucketwheel/_native/{name}{end}" for name in built for end in (suffix, ".json")
+    }
     assert names == wanted and len(licenses) == 1
     abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert all(tag.startswith(f"{abi}-{abi}" if aot else "py3-none-any") for tag in wheel_tags) and wheel_tags

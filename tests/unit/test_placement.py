@@ -197,7 +197,7 @@ def test_totals_of_the_shapes(shape: str) -> None:
         ({"sizes": {"a": 1, "b": 1}}, ValueError, "key 'b' is in sizes only"),
         ({"intervals": {"a": [(0, 1)], "b": []}}, ValueError, "key 'b' is in intervals only"),
         ({"intervals": {"a": [(3, 3)]}}, ValueError, r"intervals\['a'\] has the empty \(3, 3\)"),
-        ({"intervals": {"a": [(4, 6), (0, 5)]}}, ValueError, r"intervals\['a'\] has two that meet, before step 5"),
+        ({"intervals": {"a": [(4, 6), (0, 5)]}}, ValueError, r"intervals\['a'\] has two that overlap, before step 5"),
         ({"align": 0}, ValueError, "align is 0"),
         ({"align": 1 << 62}, ValueError, "the sizes add up to 4611686018427387904"),
         ({"intervals": {"a": [(0, 1 << 63)]}}, ValueError, "steps fit"),

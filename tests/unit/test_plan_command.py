@@ -1,4 +1,4 @@
-"""``python -m bucketwheel plan TRACE``."""
+"""``bucketwheel plan TRACE``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_step_of_a_pool(run: Run, tmp_path: Path) -> None:
     with pytest.raises(BudgetTooSmall):
         pool.plan(trace, max_bytes=1)
     text = run(path)
-    assert "64 bytes at once of unnamed leases" in text
+    assert "0.0001 MiB at once of unnamed leases" in text
     assert any("weight/5  test_plan_command.py:" in line for line in text.split("\n"))
 
 
@@ -102,7 +102,7 @@ def test_a_table_against_all_policies(run: Run, table: Path) -> None:
             assert found["offsets"] == expected.offsets
     assert {"none"} in map(set, found["policies"].values())
     assert found["load_bytes"] == ours.load_bytes and found["align"] == 256
-    live = {key for key, of in lifetimes.intervals.items() if any(a <= found["peak"]["step"] < b for a, b in of)}
+    live = {key for key, of in lifetimes.intervals.items() if any(a <= found["peak"]["event"] < b for a, b in of)}
     assert set(found["peak"]["keys"]) == live
     assert sum(-(-nbytes // 256) * 256 for nbytes in found["peak"]["keys"].values()) == ours.load_bytes
 
@@ -124,8 +124,9 @@ def test_a_snapshot(run: Run, tmp_path: Path) -> None:
     }
     assert found["policies"]["place"]["total_bytes"] == found["load_bytes"]
     text = run(path, "--device", 1)
-    assert "29,000  block/28  a.py:29 in f\n" in text and f"{sum(range(1, 10)) * 1000:,}  in 9 more" in text
-    assert "events of device 0: choose one of [1]" in run(path, "--device", 0, status=1)
+    assert f"{29_000 / 2**20:.4f}  block/28  a.py:29 in f\n" in text
+    assert f"{sum(range(1, 10)) * 1000 / 2**20:.4f}  in 9 more" in text
+    assert "device 0 has no events: choose one of [1]" in run(path, "--device", 0, status=1)
 
 
 BAD = {
@@ -159,21 +160,41 @@ def test_a_drawing(run: Run, table: Path) -> None:
     name, lifetimes, align, _ = plan.read(table)
     replay = plan.replay(name, lifetimes, align)
     figure = tetris.drawn(replay, "best_fit")
-    figure.savefig(table.with_name("again.png"))
+    figure.savefig(table.with_name("again.png"), dpi=150)
     assert path.read_bytes() == table.with_name("again.png").read_bytes() and path.read_bytes().startswith(
         b"\x89PNG\r\n"
     )
-    (axes,) = figure.axes
+    (alone,) = tetris.drawn(replay, "place").axes
+    assert [axes.get_title().partition(",")[0] for axes in (*figure.axes, alone)] == [
+        f"{policy}: {replay.placement(policy).total_bytes / 2**20:.2f} MiB" for policy in ("place", "best_fit", "place")
+    ]
+    axes = figure.axes[1]
     boxes = {of.get_label(): [path.get_extents().bounds for path in of.get_paths()] for of in axes.collections}
     offsets = replay.placement("best_fit").offsets
     assert list(boxes) == ["weight", "grad", "empty", "ring"]
     assert boxes["weight"] == [
-        (unit, offsets[f"weight/{unit}"] / 1024, 2, -(-1000 * (unit + 1) // 512) / 2) for unit in range(6)
+        (unit, offsets[f"weight/{unit}"] / 2**20, 2, -(-1000 * (unit + 1) // 512) * 512 / 2**20) for unit in range(6)
     ]
-    assert len(boxes["grad"]) == 6 and len(boxes["ring"]) == 4 and boxes["empty"][0][3] == 512 / 1024
+    assert len(boxes["grad"]) == 6 and len(boxes["ring"]) == 4 and boxes["empty"][0][3] == 512 / 2**20
     (line,), (peak,) = axes.lines, axes.patches
-    assert line.get_ydata()[0] == replay.plan.load_bytes / 1024
+    assert line.get_ydata()[0] == replay.plan.load_bytes / 2**20
     assert (peak.get_x(), peak.get_width()) == (replay.plan.peak()[0], 1)
+
+
+def test_large_rectangles_have_their_keys(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install bucketwheel[plot]")
+    path = tmp_path / "few.csv"
+    path.write_text("key,nbytes,start,stop\nwide,90000,0,90\nupright,900000,90,94\nsmall,512,94,95\n")
+    name, lifetimes, align, _ = plan.read(path)
+    (axes,) = tetris.drawn(plan.replay(name, lifetimes, align), "place").axes
+    assert {text.get_text(): text.get_rotation() for text in axes.texts} == {"wide": 0, "upright": 90}
+
+
+def test_the_help_has_the_policies(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan._POLICIES.split(", ") == ["place", *POLICIES]
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "best_fit" in capsys.readouterr().out
 
 
 def test_nothing_to_draw_with(run: Run, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

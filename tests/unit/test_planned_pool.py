@@ -120,7 +120,7 @@ def test_the_first_divergence_from_a_plan_warns_once(recwarn: pytest.WarningsRec
     with pytest.warns(UserWarning, match=r"'weights/0' \(1048576 bytes\): plan 'train' has 10240 bytes for it"):
         pool.acquire("weights/0", 1 << 20).release()
     pool.adopt(Plan.of("turns", {"w": 256, "x": 256}, {"w": [(0, 1)], "x": [(1, 2)]}))
-    with pool.acquire("x", 256), pytest.warns(UserWarning, match="'w'.* place for it, which is held by .* lease 'x'"):
+    with pool.acquire("x", 256), pytest.warns(UserWarning, match="'w'.* place for it, but another lease uses that: lease 'x'"):
         pool.acquire("w", 256).release()
     pool.adopt(plan)
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="'unknown'"):
@@ -132,14 +132,14 @@ def test_the_first_divergence_from_a_plan_warns_once(recwarn: pytest.WarningsRec
 def test_misuse_of_a_planned_pool_raises_named_errors() -> None:
     pool, _ = planned()
     for held in (pool.acquire("weights/0", 1), pool.acquire("unknown", 1)):  # in its place, and in the side region
-        with pytest.raises(KeyBusy, match=f"'{held.key}' .1 bytes.: the key is held by a live lease"):
+        with pytest.raises(KeyBusy, match=f"'{held.key}' .1 bytes.: another lease of the key is live: lease"):
             pool.acquire(held.key, 1)
         held.release()
         with pytest.raises(ReleasedTwice):
             held.release()
     with pytest.raises(ValueError, match="regime 'eval': the pool has 'train'"), pool.regime("eval"):
         pass
-    with pytest.raises(PoolError, match="no plan: adopt one before"):
+    with pytest.raises(PoolError, match="no plan: call adopt\(\) first"):
         Pool("host").explain()
     with pytest.raises(PoolError, match="recording a trace already"), pool.trace("a"), pool.trace("b"):
         pass
@@ -165,16 +165,16 @@ def test_a_strict_pool_holds_steps_to_the_plan() -> None:
         pool.empty(3, torch.float32)
     with pytest.raises(SizeExceedsPlan, match=r"'weights/0' \(10241 bytes\): plan 'train' has 10240 bytes for it"):
         pool.acquire("weights/0", 10_241)
-    with pytest.raises(PlanDiverged, match="'weights/1'.*acquire 0 of step 1: expected 'weights/0'; before it came n"):
+    with pytest.raises(PlanDiverged, match="'weights/1'.*acquire 0 of step 1: expected 'weights/0'; acquired before: n"):
         pool.acquire("weights/1", 1)
     held = pool.acquire("weights/0", 10_000)
-    with pytest.raises(PlanDiverged, match="acquire 1 of step 1: expected 'weights/1'; before it came 'weights/0'$"):
+    with pytest.raises(PlanDiverged, match="acquire 1 of step 1: expected 'weights/1'; acquired before: 'weights/0'$"):
         pool.acquire("grads/3", 1)
     held.release()
     with pytest.raises(PlanDiverged, match="the step ended; plan 'train', acquire 1 of step 1: expected 'weights/1'"):
         pool.step_end()
     assert train(pool) == first  # nothing is lost
-    with pytest.raises(PlanDiverged, match="acquire 14 of step 2: expected none; before it came .*'grads/0'$"):
+    with pytest.raises(PlanDiverged, match="acquire 14 of step 2: expected none; acquired before: .*'grads/0'$"):
         pool.acquire("weights/0", 1)
     pool.step_end()
     pool.check()
@@ -209,7 +209,7 @@ def test_leases_that_cross_the_begin_of_a_trace_have_their_place_in_the_plan() -
 def test_plans_are_adopted_while_nobody_has_their_places() -> None:
     pool, plan = planned()
     lease = pool.acquire("weights/3", 100)
-    with pytest.raises(PoolBusy, match=r"live in places of the plans before: 'weights/3' \(100 bytes\)"):
+    with pytest.raises(PoolBusy, match=r"leases of the earlier plans are live: 'weights/3' \(100 bytes\)"):
         pool.adopt(plan)
     lease.release()
     side = pool.acquire("elsewhere", 100)  # is in nobody's way

@@ -143,7 +143,7 @@ def test_a_capture_cannot_wait_for_the_last_users(pool: Pool, library: Any) -> N
     late.pause(0.2)
     lease.release(after=late)
     before = pool.stats()
-    with Graph(library), pytest.raises(CaptureError, match="last users of these bytes are not done"):
+    with Graph(library), pytest.raises(CaptureError, match="earlier work on these bytes is not done"):
         pool.acquire("second", 4096)
     assert pool.stats() == before
     pool.check()
@@ -184,11 +184,11 @@ def test_a_lease_dropped_in_a_capture_stays(
     place = lease.place
     with Graph(library):
         del lease
-    assert "dropping lease 'dropped', which stays live: event query" in capfd.readouterr().err
+    assert "lease 'dropped' was dropped but stays live: event query" in capfd.readouterr().err
     pool.check()
     with pytest.raises(LeaseLeak, match="1 leases are live: 'dropped'"):
         pool.expect_no_leases()
-    with pytest.raises(KeyBusy, match="held by a live lease 'dropped' of 4096 bytes"):
+    with pytest.raises(KeyBusy, match="another lease of the key is live: lease 'dropped' of 4096 bytes"):
         pool.acquire("dropped", 4096)
     other = pool.acquire("other", 4096)
     assert other.place != place

@@ -35,7 +35,9 @@ def test_float64_takes_no_option_but_amsgrad() -> None:
 
 @pytest.mark.parametrize("name", ["state_dtype", "reduce_dtype", "accum_dtype"])
 def test_what_an_option_cannot_be(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=torch.float64 is for float64 parameters alone, the parameters are "):
+    with pytest.raises(
+        ValueError, match=f"{name}=torch.float64 is for float64 parameters only, but the parameters are "
+    ):
         Precision(**{name: F64}).expect_fits({F32, F64})
     for bad in (torch.int32, torch.complex64, torch.float8_e4m3fn, "float32"):
         with pytest.raises(ValueError, match=f"{name}=.*None or one of torch.float32"):

@@ -79,7 +79,7 @@ def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
     here = [outcomes[rank] for rank in range(3) if rank != late]
     assert here[0] == here[1]
     for mine, theirs in zip(outcomes[late], here[0], strict=True):
-        assert mine == theirs if theirs == "[0, 1, 2]" else f"gave up after 0.3 s, before this one, rank {late}" in mine
+        assert mine == theirs if theirs == "[0, 1, 2]" else f"gave up after 0.3 s, before rank {late}" in mine
     assert any(f"within 0.3 s: ranks [{late}] have not come" in one for one in here[0])
 
 
@@ -202,7 +202,7 @@ def test_a_rank_that_has_missed_calls_is_told_of_each_and_then_meets_the_others(
 
     for rank, said in enumerate(run_threads(body, 3, timeout_s=60)):
         assert said[-2:] == ["met [0, 1, 2]"] * 2 and len(said) == 4
-        missing = "gave up after 0.3 s, before this one, rank 1" if rank == 1 else "ranks [1] have not come"
+        missing = "gave up after 0.3 s, before rank 1 arrived" if rank == 1 else "ranks [1] have not come"
         assert all(missing in one for one in said[:-2]), said
 
 

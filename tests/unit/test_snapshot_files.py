@@ -48,13 +48,13 @@ def test_files_of_other_runs_are_removed_and_nothing_else(tmp_path: Path) -> Non
 def test_a_folder_that_others_may_look_into_is_refused(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "ours")
     folder.chmod(0o750)
-    with pytest.raises(PermissionError, match=r"ours must be a folder of this user .* mode 0700; it has .* mode 0750"):
+    with pytest.raises(PermissionError, match=r"ours must belong to this user .* mode 0700; it has .* mode 0750"):
         private_folder(folder)
     folder.chmod(0o700)
     with mock.patch("os.geteuid", return_value=12345), pytest.raises(PermissionError, match="uid 12345"):
         private_folder(folder)
     (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(PermissionError, match="must be a folder"):
+    with pytest.raises(PermissionError, match="must belong"):
         private_folder(tmp_path / "link")
 
 

@@ -76,17 +76,17 @@ def test_copies_are_parts_too_with_memory_of_their_own() -> None:
     ],
 )
 def test_what_needs_the_whole_is_refused_by_name(use: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"whole of 'w', and this is rank 1's part of 3.*full_state_dict\(\)"):
+    with pytest.raises(RuntimeError, match=r"all of 'w', but this is rank 1's part of 3.*full_state_dict\(\)"):
         use(shard_of(WHOLE, (0, 6)))
 
 
 def test_it_takes_only_what_is_of_its_elements() -> None:
     shard = shard_of(WHOLE, (0, 6))
-    with pytest.raises(RuntimeError, match=r"takes a tensor of its shape, not \(6, 4\)"):
+    with pytest.raises(RuntimeError, match=r"needs a tensor of its shape, got \(6, 4\)"):
         shard.copy_(WHOLE.t())
-    with pytest.raises(RuntimeError, match="not the same elements"):
+    with pytest.raises(RuntimeError, match="hold different elements"):
         shard.copy_(shard_of(WHOLE, (6, 12)))
-    with pytest.raises(ValueError, match=r"shape \(5,\) is given for the 6 elements"):
+    with pytest.raises(ValueError, match=r"shape \(5,\), expected the 6 elements"):
         TensorShard(torch.zeros(5), (4, 6), (6, 1), [(0, 6)], (0, 1))
 
 

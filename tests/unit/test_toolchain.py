@@ -67,9 +67,77 @@ def test_the_key_holds_what_made_the_binary(tmp_path: Path) -> None:
     tools = Toolchain(("g++",), (), "g++ 12", ("nvcc", "-gencode=x"), "nvcc 13")
     changes = [{"sources": recipe.sources[:1]}, {"flags": ()}, {"link_flags": ()}, {"nvcc_flags": ()}]
     others = [(replace(recipe, **change), tools) for change in changes]
-    changes = [{"identity": "g++ 13"}, {"nvcc": ("nvcc", "-gencode=y")}, {"nvcc_identity": "nvcc 14"}]
-    others += [(recipe, replace(tools, **change)) for change in changes]
+    others += [(recipe, replace(tools, **change)) for change in ({"identity": "g++ 13"}, {"nvcc_identity": "nvcc 14"})]
     assert len({toolchain.build_key(*one) for one in [(recipe, tools), *others]}) == 1 + len(others)
+    by_another_path = replace(tools, cxx=("/usr/bin/g++",), nvcc=("/usr/bin/nvcc", "-gencode=x"))
+    assert toolchain.build_key(recipe, by_another_path) == toolchain.build_key(recipe, tools)
+
+
+# ---- what a compiler is ----------------------------------------------------------------------------------------------
+
+# It answers as g++ does, and as ccache: by its name, here of its target, and in the caller's language.
+COMPILER = """#!/bin/sh
+case " $* " in
+  *" --version "*) echo "${0##*/} (Debian) 12.2.0 $LC_ALL";;
+  *" -dumpmachine "*) case "$0" in *arm-*) echo arm-linux;; *) echo x86_64-linux;; esac;;
+esac
+"""
+
+
+@pytest.fixture
+def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with g++-12, links to it, a copy of it, and others."""
+    texts = {
+        "g++-12": COMPILER,
+        "copies/g++": COMPILER,
+        "wrapper": COMPILER + "# adds -O0\n",
+        "ccache": '#!/bin/sh\nexec "$@"\n',
+    }
+    texts |= {"newer": COMPILER.replace("12.2", "12.3")}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for link in ("g++", "links/c++", "arm-g++"):
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(tmp_path / "g++-12")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def test_a_compiler_is_what_it_is_whatever_path_leads_to_it(compilers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = str(compilers)
+    same = [("g++",), ("g++-12",), (f"{at}/g++",), (f"{at}/links/c++",), (f"{at}/copies/g++",)]
+    identity = toolchain.identify(same[0])
+    assert {toolchain.identify(command) for command in same} == {identity}
+    assert at not in identity and "12.2.0" in identity and "x86_64-linux" in identity
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert toolchain.identify(same[0]) == identity
+    others = [("wrapper",), ("newer",), ("arm-g++",), ("g++", "-O1"), ("g++", "-m32"), ("ccache", "g++")]
+    assert len({identity, *map(toolchain.identify, others)}) == 1 + len(others)
+    assert toolchain.identify((f"{at}/ccache", f"{at}/links/c++")) == toolchain.identify(("ccache", "g++"))
+    monkeypatch.setenv("CXX", "g++ -O1")
+    first = toolchain.find_toolchain()
+    monkeypatch.setenv("CXX", f"{at}/links/c++ -O1")
+    second = toolchain.find_toolchain()
+    assert first.identity == second.identity and first.cxx != second.cxx
+
+
+def test_clang_tells_where_it_is_and_that_is_no_part_of_it(compilers: Path) -> None:
+    says = "Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\nThread model: posix\nInstalledDir: $(dirname $0)"
+    (compilers / "g++-12").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{says}"\n')
+    identity = toolchain.identify(("g++",))
+    assert toolchain.identify((str(compilers / "links" / "c++"),)) == identity
+    assert "clang version 14.0.6" in identity and "Installed" not in identity
+
+
+def test_a_program_that_does_not_answer_is_named(compilers: Path) -> None:
+    (compilers / "g++-12").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(BuildError, match=r"g\+\+ does not answer"):
+        toolchain.identify(("g++",))
+    # -dumpmachine is not needed.
+    (compilers / "g++-12").write_text('#!/bin/sh\n[ "$1" = --version ] && echo nvc++ 25\n')
+    assert "nvc++ 25" in toolchain.identify(("g++",))
 
 
 # ---- nvcc ------------------------------------------------------------------------------------------------------------
@@ -164,3 +232,19 @@ def test_the_compiler_is_nvccs_host_compiler(
     monkeypatch.setenv("NVCC_CCBIN", "clang++")
     chosen = toolchain.find_cuda_toolchain()
     assert list(chosen.nvcc) == [str(nvcc), gencode] and chosen.nvcc_identity != plain.nvcc_identity
+
+
+def test_nvcc_is_what_it_is_too(compilers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def identity(**changes: str) -> str:
+        for name, value in {"NVCC": "wrapper", "NVCC_CCBIN": "", "BW_CUDA_ARCH_LIST": "9.0", **changes}.items():
+            monkeypatch.setenv(name, value)
+        found = toolchain.find_cuda_toolchain()
+        assert str(compilers) not in found.nvcc_identity
+        return found.nvcc_identity
+
+    monkeypatch.setenv("CXX", "g++")
+    (compilers / "links" / "nvcc").symlink_to(compilers / "wrapper")
+    plain, with_host = identity(), identity(NVCC_CCBIN=str(compilers / "links" / "c++"))
+    assert identity(NVCC=str(compilers / "links" / "nvcc")) == plain and identity(NVCC_CCBIN="g++") == with_host
+    others = [identity(NVCC_CCBIN="newer"), identity(BW_CUDA_ARCH_LIST="8.0"), identity(NVCC="newer")]
+    assert len({plain, with_host, *others, identity(NVCC="wrapper --threads=2")}) == 6

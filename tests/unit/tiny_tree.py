@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "bucketwheel"
 # tools/doctor.py and __main__.py need torch, the others do not.
 REAL = [f"native/{name}.py" for name in ("modules", "cache", "compile", "env", "progress", "toolchain")]
 REAL += ["_version.py", "errors.py", "comm/nccl_library.py", "__main__.py"]
-REAL += [f"tools/{name}.py" for name in ("checkpoint", "doctor", "flight", "plan", "tetris")]
+REAL += ["tools/cache.py", "tools/doctor.py"]
 
 MODULE = """
 #include <Python.h>
@@ -122,7 +122,7 @@ class TinyTree:
 
     def make_compiler(self, before: str = "") -> None:
         """$CXX of the children: writes down each call, runs the shell line ``before``, then the real compiler."""
-        version = 'case " $* " in *" --version "*) exec c++ "$@";; esac'
+        version = 'case " $* " in *" --version "*|*" -dumpmachine "*) exec c++ "$@";; esac'
         script = self.root / "script"
         script.write_text(f'#!/bin/sh\n{version}\necho "$*" >> {self.calls}\n{before}\nexec c++ "$@"\n')
         script.chmod(0o755)

@@ -71,7 +71,7 @@ CommRef LocalWorld::join(int rank, std::string name, std::chrono::nanoseconds ti
 
 CommRef LocalWorld::join_cuda(int rank, std::string name, std::chrono::nanoseconds timeout, PoolRef pool) {
   const DeviceId device = pool->device().id();
-  BW_EXPECTS(device.kind == DeviceId::Kind::kCuda, "the pool of a CUDA communicator is of a CUDA device");
+  BW_EXPECTS(device.kind == DeviceId::Kind::kCuda, "a CUDA communicator needs a pool on a CUDA device");
   std::shared_ptr<LocalCudaBoard> board;
   {
     std::lock_guard lock(mutex_);

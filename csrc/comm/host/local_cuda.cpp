@@ -237,8 +237,8 @@ HandleRef LocalCudaComm::issue(std::shared_ptr<Operation> op, IssueOptions optio
   BW_EXPECTS(options.caller != nullptr, "an operation on CUDA needs the caller's stream");
   if (is_capturing(*options.caller)) {
     throw CaptureError(
-        "the local backend cannot be captured in a CUDA graph: its operations are enqueued by whichever rank "
-        "comes last");
+        "the local backend cannot be captured in a CUDA graph: the rank that calls last enqueues an "
+        "operation");
   }
   for (const EventRef& event : options.after) {
     if (const auto* deferred = dynamic_cast<const DeferredEvent*>(event.get())) {

@@ -103,7 +103,7 @@ Received receive_message(int socket, LinkMessage& message, FileDescriptor& file)
   }
   if (size != sizeof(message)) {
     throw CommError("a peer sent a message of " + std::to_string(size) + " bytes, expected " +
-                    std::to_string(sizeof(message)) + ": do all ranks run the same version?");
+                    std::to_string(sizeof(message)) + ": run the same bucketwheel on all ranks");
   }
   if ((header.msg_flags & MSG_CTRUNC) != 0) {
     throw CommError("a peer's memory could not be received: too many open files (raise 'ulimit -n')");
@@ -114,7 +114,7 @@ Received receive_message(int socket, LinkMessage& message, FileDescriptor& file)
 ShmLinks::ShmLinks(int rank, std::vector<FileDescriptor> sockets, std::vector<pid_t> pids, RankRecord& own)
     : rank_(rank), own_(own), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_.get() < 0) {
-    throw CommError("no eventfd: " + std::generic_category().message(errno));
+    throw CommError("cannot make an eventfd: " + std::generic_category().message(errno));
   }
   for (size_t r = 0; r < sockets.size(); ++r) {
     auto peer = std::make_unique<Peer>();
@@ -394,16 +394,16 @@ std::shared_ptr<Mapping> receive_control(int socket, size_t size_bytes, Deadline
       case Received::kMessage:
         if (message.size_bytes != size_bytes) {
           throw CommError(where + "rank 0 sent a control segment of " + std::to_string(message.size_bytes) +
-                          " bytes, expected " + std::to_string(size_bytes) + ": do all ranks run the same version?");
+                          " bytes, expected " + std::to_string(size_bytes) + ": run the same bucketwheel on all ranks");
         }
         return Mapping::of_file(file.get(), size_bytes, true);
       case Received::kEnd:
-        throw PeerError(where + "rank 0 hung up while the communicator was being made", {.rank = 0});
+        throw PeerError(where + "rank 0 closed its connection while the communicator was made", {.rank = 0});
       case Received::kNothing:
         break;
     }
     if (has_passed(deadline)) {
-      throw CommTimeout(where + "rank 0 sent no control segment");
+      throw CommTimeout(where + "rank 0 sent no control segment in time");
     }
     pollfd readable{socket, POLLIN, 0};
     poll(&readable, 1, 100);
@@ -417,13 +417,13 @@ void send_control(int socket, int file, size_t size_bytes, int rank, Deadline de
       case Sent::kSent:
         return;
       case Sent::kEnd:
-        throw PeerError(named + " hung up while the communicator was being made", {.rank = rank});
+        throw PeerError(named + " closed its connection while the communicator was made", {.rank = rank});
       case Sent::kFull:
       case Sent::kShort:  // nothing says when there is room again
         break;
     }
     if (has_passed(deadline)) {
-      throw CommTimeout(named + " could not be sent the control segment: the system passes no more file descriptors");
+      throw CommTimeout(named + " did not get the control segment: the system passes no more file descriptors");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -453,7 +453,7 @@ void expect_shared_memory(int world) {
   const auto theirs = Mapping::of_file(file.get(), size_bytes, false);
   mine->data()[0] = std::byte{1};
   if (theirs->data()[0] != std::byte{1}) {
-    throw CommError("a memfd that is mapped twice is not one memory here");
+    throw CommError("two mappings of one memfd do not share memory on this host");
   }
 }
 

@@ -193,12 +193,12 @@ void Team::expect_no_trouble(const Wait& wait, const IsReady& is_ready, const Ne
       if (is_ready()) {
         return;
       }
-      const char* const end = wait.is_told ? " has gone" : has_left ? " has closed the communicator" : " died";
+      const char* const end = wait.is_told ? " has ended" : has_left ? " has closed the communicator" : " died";
       throw Failure{
           FailureKind::kPeer,
           "rank " + std::to_string(r) + " (" + transport_->describe_peer(r) + ")" + end + "; needed for " +
               text_of_wait(wait) + (wait.is_told ? text_of_missing(wait, needs) : "") +
-              (wait.is_told && !has_left ? ". Its own output says whether it ended by itself or was killed" : ""),
+              (wait.is_told && !has_left ? ". The output of that rank says whether it exited or was killed" : ""),
           r, wait.seq};
     }
   }

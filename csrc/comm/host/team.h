@@ -83,7 +83,7 @@ constexpr uint64_t chunk_word(uint64_t seq, uint64_t count) { return seq << 24 |
 // A view of the control segment of `world` ranks. Does not own the memory.
 class Control {
  public:
-  // Of 256 KiB, more beyond 8 ranks (docs/performance.md has the measurements): with two, a rank that is kept from
+  // Of 256 KiB, more beyond 8 ranks (benchmarks/README.md has the measurements): with two, a rank that is kept from
   // running soon keeps the others waiting.
   static constexpr int kStagingSlots = 4;
   static constexpr size_t kPayloadBytes = size_t{1} << 20;

@@ -69,8 +69,8 @@ std::shared_ptr<const NcclApi> open_nccl(const std::string& path, const std::str
     }
     if (api->version < kNcclOldest) {
       throw unusable(api->path, found,
-                     "it is version " + nccl_version_text(api->version) + ", and " + nccl_version_text(kNcclOldest) +
-                         " is the oldest that works");
+                     "it is version " + nccl_version_text(api->version) + ", expected " +
+                         nccl_version_text(kNcclOldest) + " or newer");
     }
   }
   if (!missing.empty()) {

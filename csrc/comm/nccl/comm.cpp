@@ -72,8 +72,8 @@ size_t NcclComm::register_pool() {
   post(bytes);
   for (const std::vector<std::byte>& theirs : collect({}, options_.poll)) {
     BW_EXPECTS(std::ranges::equal(theirs, bytes),
-               "ranks have other slabs to register (here " + std::to_string(mine.size()) +
-                   "): all must make the same acquires of the pool, in one order, before register_pool()");
+               "ranks have different slabs to register (this one " + std::to_string(mine.size()) +
+                   "): all ranks must make the same acquires of the pool, in one order, before register_pool()");
   }
   const auto granted = std::make_shared<size_t>(0);
   const auto begin = Clock::now();
@@ -282,7 +282,7 @@ NcclSession::IssueLock NcclComm::lock_to_issue(const Operation& op) {
     const auto last = has_passed(deadline) ? peers_->last_seqs(path_of(part_)) : std::nullopt;
     if (last) {
       Failure failure{FailureKind::kTimeout, "timeout in " + text_of(op.description()), -1, issued_ + 1};
-      failure.text += ": nothing can be issued, ";
+      failure.text += ": the operation was not issued, because ";
       failure.text += lock.comm ? "another communicator of cuda:" + std::to_string(session_->device())
                                 : "another thread of this communicator";
       failure.text += " is inside NCCL";
@@ -297,20 +297,20 @@ NcclSession::IssueLock NcclComm::lock_to_issue(const Operation& op) {
 void NcclComm::expect_one_capture(bool is_captured, const IssueOptions& options) {
   if (is_captured && turn_ != nullptr) {
     throw CaptureError(
-        "the communicators of this pair take turns, which a CUDA graph cannot: NCCL_LAUNCH_ORDER_IMPLICIT was not 1 "
-        "before NCCL's first launch");
+        "the communicators of this pair take turns, which a CUDA graph cannot contain: NCCL_LAUNCH_ORDER_IMPLICIT was "
+        "not 1 before NCCL's first launch");
   }
   for (const EventRef& event : options.after) {
     if (is_captured != belongs_to_graph(*event)) {
       throw CaptureError(is_captured
-                             ? "after=: the operation was issued before the CUDA graph was captured, which cannot "
-                               "wait for it: wait for it before the capture"
-                             : "after=: the operation belongs to a CUDA graph, and nothing outside can wait for it");
+                             ? "after=: a CUDA graph cannot wait for an operation that was issued before its capture: "
+                               "wait for the operation before the capture"
+                             : "after=: the operation is part of a CUDA graph, and only the graph can wait for it");
     }
   }
   if (!is_captured && options.stream == nullptr && is_capturing(*stream_)) {
     throw CaptureError("communicator '" + name_ +
-                       "' is part of a CUDA graph that another thread is capturing; its other operations come after");
+                       "' is part of a CUDA graph that another thread is capturing; issue others after the capture");
   }
 }
 

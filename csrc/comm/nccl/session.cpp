@@ -121,7 +121,7 @@ std::shared_ptr<NcclSession> attempt(const Waiting& waiting, const char* what, i
   auto made = std::make_shared<Attempt>();
   // A text for each thread: what() is shared by copies of an error, in ways that the thread sanitizer does not see.
   const std::string late =
-      std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached";
+      std::string(what) + " did not finish in time: a rank did not take part, or cannot be reached";
   try {
     std::function<void()> task = [made, late, deadline = waiting.deadline, device, make = std::move(make)] {
       if (has_passed(deadline)) {
@@ -255,7 +255,7 @@ void NcclSession::run_blocking(const char* what, Deadline deadline, std::functio
       },
       poll);
   if (!is_over) {
-    throw CommTimeout(std::string(what) + " was not over at its deadline: a rank has not come, or cannot be reached");
+    throw CommTimeout(std::string(what) + " did not finish in time: a rank did not take part, or cannot be reached");
   }
 }
 

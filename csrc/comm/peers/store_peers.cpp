@@ -118,7 +118,7 @@ std::optional<Failure> StorePeers::trouble(uint64_t seq, const std::function<boo
     needs_others = needs_others || is_needed;
   }
   if (needs_others && store_lost_at_ && now - *store_lost_at_ > kPatience.store) {
-    return Failure{FailureKind::kPeer, "the Store of the process group is gone, and with it the process that had it",
+    return Failure{FailureKind::kPeer, "the Store of the process group is gone: the process that hosted it has ended",
                    -1, seq};
   }
   return {};

@@ -23,7 +23,7 @@ bool is_of_peer(const std::exception_ptr& error) {
 // What `to` fails with because of `from`; nothing while that is well, or is being closed.
 std::optional<Failure> passed_on(Peers& from, int to_rank) {
   Health& health = from.health();
-  Failure failure{FailureKind::kPeer, "in the other direction: ", to_rank};
+  Failure failure{FailureKind::kPeer, "in the other group (process_group or replicate_group): ", to_rank};
   if (health.has_failed()) {
     if (!is_of_peer(health.error())) {
       failure.kind = FailureKind::kAborted;

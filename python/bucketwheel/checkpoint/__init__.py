@@ -1,9 +1,9 @@
-"""Checkpoints: states that are saved anywhere and loaded anywhere.
+"""Checkpoints that any number of ranks saves and any number of ranks loads, and snapshots in host memory.
 
-Uses `layout` and below; it gets an optimizer as an argument and never imports one. Start with `boxes.py`, pure: what a rank
-owns of a parameter, as boxes of its shape; `tensor_shard.py` is what `optimizer.state_dict()` holds. What needs
-`torch.distributed.checkpoint`, whose import takes a second, is imported when it is asked for.
-"""
+Uses `comm`, `layout` and below. An optimizer is passed as an argument and never imported. Start with `boxes.py`, pure code: the
+elements of a parameter that a rank owns, as boxes of the parameter's shape. `tensor_shard.py` is the tensor in
+`optimizer.state_dict()`. Code that needs `torch.distributed.checkpoint`, whose import takes a second, is imported on first
+use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -62,14 +62,13 @@ class Everyone:
         said = self.exchange([what, "" if error is None else f"{type(error).__name__}: {error}"], what)
         calls = [call for call, _ in said]
         if any(call != what for call in calls):
-            raise RuntimeError(
-                f"ranks did different things: {', '.join(calls)} (by rank). They must call the same, with one folder"
-            )
+            text = f"ranks made different calls: {', '.join(calls)} (by rank)"
+            raise RuntimeError(f"{text}. All ranks must make the same call with the same folder")
         if error is not None:
             raise error
         for rank, (_, text) in enumerate(said):
             if text:
-                raise ValueError(f"{what} has failed on rank {rank}, so no rank has done it: {text}")
+                raise ValueError(f"{what} has failed on rank {rank} and was cancelled on all ranks: {text}")
 
 
 def everyone_of(engine: Engine | None) -> Everyone:
@@ -126,7 +125,7 @@ class Board:
             if writes != seen:
                 seen, since = writes, now
             elif now - since > self._timeout_s:
-                raise CheckpointError(f"waited {self._timeout_s:g} s for {what}, and nothing was written in that time")
+                raise CheckpointError(f"no rank wrote data in {self._timeout_s:g} s, while this one waited for {what}")
             time.sleep(max(min(_POLL_SHARE * (now - began), _POLL_S[1]), _POLL_S[0], 5e-5 * self._size))
         if self._store.check(["outcome"]) and (text := zlib.decompress(self._store.get("outcome"))):
             raise FailedElsewhere(text.decode())

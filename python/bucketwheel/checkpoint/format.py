@@ -93,15 +93,15 @@ def describe(folder: Path) -> Description:
         content = path.read_bytes()
     except OSError as error:
         is_copy = any(folder.glob("data-*")) or any(folder.glob("*.distcp"))
-        hidden = f". There is data but no {METADATA}, a hidden file: a copy by `cp -r FOLDER/*` leaves it out"
-        text = f"{folder} is no checkpoint, or its save has not finished: {error}{hidden if is_copy else ''}"
+        hidden = f". The data lacks its hidden file {METADATA}, which `cp -r FOLDER/*` does not copy"
+        text = f"{folder} is not a checkpoint, or its save has not finished: {error}{hidden if is_copy else ''}"
         raise CheckpointError(text) from error
     try:
         return _described(folder, content)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle may raise anything, and hold anything
-        raise CheckpointError(f"{path} holds no checkpoint's metadata: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {type(error).__name__}: {error}") from error
 
 
 def packed(metadata: Metadata) -> bytes:
@@ -122,15 +122,15 @@ def _described(folder: Path, content: bytes) -> Description:
     body, trailer = content[: -_TRAILER.size], content[-_TRAILER.size :]
     is_ours = trailer.startswith(_MAGIC)
     if is_ours and trailer != _trailer_of(body):
-        _refuse("the file is damaged: its checksum differs from what was written")
+        _refuse("the file is damaged: its content does not match its checksum")
     file = BytesIO(body if is_ours else content)
     metadata = (_Unpickler if is_ours else _SlowUnpickler)(file).load()
     facts = vars(metadata).get(ATTRIBUTE)
     if (facts is not None) != is_ours or file.read():
-        _refuse("the file is damaged: its end is not what was written")
+        _refuse("the file is damaged: bytes at its end are missing or wrong")
     facts = facts or {"version": VERSION, "world": 0, "chunk_bytes": 0, "files": None}
     if facts["version"] != VERSION:
-        _refuse(f"checksums of format {facts['version']}, {VERSION} is known: load it with the release that wrote it")
+        _refuse(f"checksums have format {facts['version']}, not {VERSION}: load them with the release that wrote them")
     infos = metadata.storage_data
     sums = _unpacked_sums(facts["sums"], facts["chunk_bytes"]) if is_ours else [None] * len(infos)
     items = {}
@@ -171,7 +171,7 @@ class _Names:
         full = f"{module}.{name}"
         if full not in self._known:
             if full not in _CLASSES:
-                _refuse(f"the pickle names {full}, which no checkpoint's metadata holds: nothing was executed")
+                _refuse(f"the pickle names {full}, which the metadata of a checkpoint cannot contain: no code was run")
             real = _Properties if name == "TensorProperties" else super().find_class(module, name)  # type: ignore[misc]
             self._known[full] = type(name, (), {"__new__": lambda cls, *args: object.__new__(real)})
         return self._known[full]
@@ -213,7 +213,7 @@ def _expect_items(entries: Mapping[str, Any], items: Mapping[MetadataIndex, Stor
             is_inside = all(at >= 0 and n >= 0 and at + n <= size for place in places for at, n, size in place)
             numel = sum(chunk.sizes.numel() for chunk in chunks)
             if not is_inside or numel != entry.size.numel() or not chunks:
-                _refuse(f"{len(chunks)} boxes of {fqn!r}, {numel} elements, are not its shape {tuple(entry.size)}")
+                _refuse(f"{len(chunks)} boxes of {fqn!r}, {numel} elements, do not fit its shape {tuple(entry.size)}")
         for chunk in chunks:
             index = MetadataIndex(fqn, None if is_object else chunk.offsets)
             stored = items.get(index)
@@ -222,7 +222,7 @@ def _expect_items(entries: Mapping[str, Any], items: Mapping[MetadataIndex, Stor
             nbytes = stored.length if is_object else chunk.sizes.numel() * entry.properties.dtype.itemsize
             sums = stored.sums or Sums(0, nbytes, 0, b"")
             if min(stored.offset, stored.length - sums.begin - nbytes) < 0 or sums.nbytes != nbytes:
-                _refuse(f"{fqn!r} at {index.offset}, {nbytes} bytes of data, does not fit its place in {stored.path}")
+                _refuse(f"the {nbytes} bytes of {fqn!r} at {index.offset} do not fit their place in {stored.path}")
 
 
 def _expect_files(folder: Path, items: Iterable[Stored], files: Mapping[str, int] | None) -> None:

@@ -1,8 +1,8 @@
-"""load: a checkpoint into a model and an optimizer, whatever world size and buckets it was saved with; all of it or nothing.
+"""load: reads a checkpoint into a model and an optimizer, at any world size and with any buckets. It loads all or nothing.
 
-Each rank reads what it owns of sharded parameters and states, straight to where it lies, and the parameters are gathered
-afterwards. Nothing is written before all ranks have checked names, shapes and checksums, except moments of an optimizer that
-has not stepped yet: they are zeros, so they are read once, into place, while they are checked, and zeroed if the load fails.
+Each rank reads the parts of sharded parameters and states that it owns, directly into their memory. Then the parameters are
+gathered. Nothing is written until all ranks have checked names, shapes and checksums, with one exception: moments of an optimizer
+that has not stepped are zeros, so they are read into place while they are checked, and zeroed if the load fails.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from bucketwheel.torch_internals import loads_its_own_way
 
 _NAMED = 5  # of missing names, in a message
 _PART = (
-    "To load what fits: torch.distributed.checkpoint.load({'model': tensors}, checkpoint_id=..., planner=DefaultLoadPlanner("
-    "allow_partial_load=True)) with those tensors of model.state_dict() that fit, then model.load_state_dict(tensors, False)"
+    "To load the tensors that fit: torch.distributed.checkpoint.load({'model': tensors}, checkpoint_id=..., planner="
+    "DefaultLoadPlanner(allow_partial_load=True)) with those of the model, then model.load_state_dict(..., False)"
 )
 _TRIES = 5  # to read a checkpoint that newer saves replace meanwhile
 
@@ -58,20 +58,33 @@ _TRIES = 5  # to read a checkpoint that newer saves replace meanwhile
 def load(
     directory: str | os.PathLike[str], model: Module | None = None, optimizer: ShardedOptimizer | None = None
 ) -> Any:
-    """Loads a checkpoint and returns its ``extra`` (None if it has none). Collective, over the ranks of `save`.
+    """Loads a checkpoint into a model and an optimizer, and returns its ``extra`` (None if it has none). Collective as `save`.
 
-    It may have been saved by any number of ranks, by `save` or by stock `torch.distributed.checkpoint` of ``{"model": ...,
-    "optim": ...}`` where ``"optim"`` is ``optimizer.state_dict()`` of a `ShardedAdamW` or of `torch.optim.AdamW`, or what
-    `get_optimizer_state_dict` returns. States keep their dtype and the kind of their masters, as `load_state_dict` does; a
-    model's tensor is converted to the dtype that it has here. Takes one chunk of a mebibyte beside what is loaded; of a
-    checkpoint of another writer three times its largest box. A model with a ``load_state_dict``, ``_load_from_state_dict`` or
-    load hooks of its own, or whose ``state_dict`` returns other tensors than its own, is loaded by its ``load_state_dict``;
-    that takes its size twice, on the CPU of each rank.
+    Any number of ranks may have saved the checkpoint, with any buckets and replicas: by `save`, or by
+    ``torch.distributed.checkpoint.save`` of ``{"model": ..., "optim": ...}``, where ``"optim"`` is ``optimizer.state_dict()``
+    of a `ShardedAdamW` or a `torch.optim.AdamW`, or the result of `get_optimizer_state_dict`. If the ranks saved different
+    ``extra``, each rank gets its own at the same number of ranks. At another number all ranks get rank 0's, with a warning.
 
-    Raises, on all ranks, before anything is written anywhere (moments of an optimizer that has not stepped yet are zeros again):
-        CheckpointError: no checkpoint, or a damaged one: checksums of all that is read are compared first.
-        ValueError, KeyError, RuntimeError: names, shapes, groups or ``amsgrad`` do not fit; gradients are pending.
-    """
+    States keep their dtypes and the kind of master weights that this optimizer has. Tensors of the model are converted to the
+    dtype that they have here. The load needs 1 MiB of memory beside the tensors, and three times the largest box (a block that
+    one rank wrote) if another writer made the checkpoint. A model that has its own ``load_state_dict``,
+    ``_load_from_state_dict`` or load hooks, or whose ``state_dict`` returns tensors that are not its own, is loaded by its
+    ``load_state_dict``. That takes the size of the model twice, on the CPU of each rank.
+
+    If a rank raises, all ranks raise, and nothing has been loaded. Moments of an optimizer that has not stepped are zeros
+    again.
+
+    Args:
+        directory: The folder of the checkpoint, which all ranks can read.
+        model: The module to load. None loads no model.
+        optimizer: A `ShardedAdamW` to load. None loads no optimizer.
+
+    Raises:
+        CheckpointError: The folder has no checkpoint, or a damaged one. The checksums of all data are compared first.
+        ValueError: Names, shapes, parameter groups or ``amsgrad`` do not fit, or another rank raised an error. The message has
+            its text.
+        KeyError: A parameter group of the checkpoint lacks a hyperparameter, or an entry is missing.
+        RuntimeError: There are gradients that no step has used, or the ranks made different calls."""
     engine = engine_of(optimizer)
     folder = folder_of(directory)
     everyone = everyone_of(engine)
@@ -166,7 +179,7 @@ class _Checkpoint:
     def load_model(self) -> None:
         """All ranks have checked what they load. Collective."""
         # All ranks have read ``.metadata`` by now. If it is unchanged, they have read the same checkpoint.
-        newer = CheckpointError(f"{self._folder} has a newer checkpoint now") if self.reader.is_replaced() else None
+        newer = CheckpointError(f"another save replaced {self._folder}") if self.reader.is_replaced() else None
         everyone = everyone_of(self._engine)
         try:
             everyone.agree("bw.checkpoint.load", newer)
@@ -190,8 +203,8 @@ class _Checkpoint:
         is_alike = ours.size == self.reader.description.world
         if not is_alike and ours.rank == 0 and any(key.startswith(EXTRA_OF) for key in self._entries):
             warnings.warn(
-                f"{self._folder} has different extra of its {self.reader.description.world} ranks: {ours.size} ranks load that "
-                "of rank 0",
+                f"{self._folder} has an extra for each of {self.reader.description.world} ranks: {ours.size} ranks "
+                "load the extra of rank 0",
                 stacklevel=2,
             )
         keys = [f"{EXTRA_OF}{ours.rank}"] * is_alike + ["extra"]
@@ -242,7 +255,7 @@ class _Checkpoint:
         tops = _some(sorted({key.partition(".")[0] for key in self._entries}))
         return (
             f"expected {{'model': model.state_dict(), 'optim': optimizer.state_dict()}}, found {tops} at the top. "
-            "torch.distributed.checkpoint.load(state, checkpoint_id=...) loads any dict into one like it"
+            "torch.distributed.checkpoint.load(state, checkpoint_id=...) loads any dict into a dict of its structure"
         )
 
     def _expect_names(self, wanted: Mapping[str, Any]) -> None:
@@ -253,8 +266,8 @@ class _Checkpoint:
         if missing or unexpected:
             here, there = ([key.removeprefix("model.") for key in keys] for keys in (wanted, there))
             raise ValueError(
-                f"{self._folder} does not fit the model: {_some(missing)} missing in the checkpoint, {_some(unexpected)} not "
-                f"in the model. {_remedy(here, there)}"
+                f"{self._folder} does not fit the model: the checkpoint lacks {_some(missing)}, the model lacks "
+                f"{_some(unexpected)}. {_remedy(here, there)}"
             )
 
     def _has(self, key: str, value: Any) -> bool:
@@ -270,7 +283,7 @@ class _Checkpoint:
                 return self._value(name)
         found = self._nested(f"{key}.")
         if found is None:
-            raise ValueError(f"{self._folder} has entries of {key!r}, and does not say how they belong together")
+            raise ValueError(f"{self._folder} has entries of {key!r}, but not the structure that joins them")
         return found
 
     def _nested(self, prefix: str) -> Any:
@@ -359,7 +372,7 @@ class _Checkpoint:
         if not by_name:
             return follow_names(groups, ours)
         if not all(p in names for group in ours for p in group["params"]):
-            raise ValueError(f"{self._folder} names the optimizer's parameters as the model does: load it with model=")
+            raise ValueError(f"{self._folder} stores optimizer states by the model's parameter names: pass model=")
         named = [[_name_in(by_name, names[p]) for p in group["params"]] for group in ours]
         if groups:
             return follow_names(groups, [{"params": of_group} for of_group in named])
@@ -441,6 +454,6 @@ def _remedy(here: Sequence[str], there: Sequence[str]) -> str:
         inside = "model"
         for name in reversed(prefix[:-1].split(".")):
             inside = f"torch.nn.ModuleDict({{{name!r}: {inside}}})"
-        return f"All names in the checkpoint begin with {prefix!r}: load it into {inside}"
+        return f"All names in the checkpoint begin with {prefix!r}: load the checkpoint into {inside}"
     prefix = prefix_of(here, there)
-    return f"All names in the model begin with {prefix!r}: load it into model.{prefix[:-1]}" if prefix else _PART
+    return f"The model adds {prefix!r} to all names: load into model.{prefix[:-1]}" if prefix else _PART

@@ -89,8 +89,8 @@ def _other_names(g: int, names: Sequence[str], saved: Sequence[Sequence[str]]) -
     """Says which is the first name that our group ``g`` and the nearest of the loaded ones do not share."""
     nearest = max(saved, key=lambda group: len({*group} & {*names}))
     ours = [name for name in names if name not in nearest]
-    where, first = ("ours", ours[0]) if ours else ("the loaded one", next(n for n in nearest if n not in names))
+    where, first = ("this group", ours[0]) if ours else ("the loaded group", next(n for n in nearest if n not in names))
     return (
-        f"parameter group {g} and the loaded one most like it differ: {first!r} is only in {where}. States follow names: group "
-        "parameters as when they were saved, or delete 'param_names' from all of optimizer.param_groups to go by position"
+        f"parameter group {g} differs from the most similar loaded group: {first!r} is only in {where}. Group "
+        "parameters as in the save, or delete 'param_names' from all of optimizer.param_groups to match by position"
     )

@@ -42,8 +42,8 @@ def expect_loadable(key: str, value: Any) -> None:
         kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
         raise TypeError(
             f"{path} is a {kind}, which torch.load(weights_only=True) refuses: give tensors, numbers, strings and bytes in "
-            "lists, tuples and dicts. torch.from_numpy(x) makes a tensor of an array, str(x) a string of a path, vars(x) or "
-            "x.state_dict() a dict of an object"
+            "lists, tuples and dicts. Convert an array with torch.from_numpy(x), a path with str(x), an object with "
+            "vars(x) or x.state_dict()"
         )
 
 

@@ -1,4 +1,4 @@
-"""`Reader`: what `Writer` and stock's FileSystemWriter have written, checked before anything is loaded."""
+"""Reader: reads checkpoints of `Writer` and of torch's FileSystemWriter, and checks them before anything is loaded."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ _PIECE_BYTES = 256 << 10  # stays in the second-level cache between its read and
 
 
 class Reader(StorageReader):
-    """Where `torch.distributed.checkpoint.load` reads from: ``storage_reader=bw.checkpoint.Reader(path)``.
+    """A storage reader for ``torch.distributed.checkpoint`` that checks all data before anything is loaded.
 
-    Reads what `Writer` and torch's FileSystemWriter write, of torch 2.10 to 2.15. Checksums of all that a rank reads are
-    compared before any rank loads anything, so it is read twice; a checkpoint of another writer has none, and its sizes and
-    names are checked. A damaged, cut off or foreign file is a `CheckpointError`. Nothing that a file says is executed:
-    objects beside tensors load as by ``torch.load(weights_only=True)``.
+    Pass it to ``load`` as ``storage_reader=bw.checkpoint.Reader(path)``. It reads checkpoints of `Writer`, of
+    `bucketwheel.checkpoint.save`, and of torch's `FileSystemWriter` (torch 2.10 to 2.15). Before any rank loads, each rank
+    compares the checksums of all data that it reads, so it reads the data twice. Checkpoints of other writers have no
+    checksums; their names and sizes are checked. A damaged, truncated or foreign file raises `CheckpointError`. Loading
+    executes no code from the files: objects other than tensors load as by ``torch.load(weights_only=True)``. The constructor
+    and all methods below are local.
 
     Args:
-        path: the checkpoint's folder.
-    """
+        path: The folder of the checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class Reader(StorageReader):
 
     @property
     def description(self) -> Description:
-        """What the checkpoint says of itself, read at the first use. Raises `CheckpointError`."""
+        """The checkpoint's metadata, read at the first use.
+
+        Raises:
+            CheckpointError: The folder has no checkpoint, or a damaged one."""
         if self._description is None:
             try:
                 self._description = describe(self.path)
@@ -59,19 +63,21 @@ class Reader(StorageReader):
         return self._description
 
     def is_replaced(self) -> bool:
-        """Whether a save into the folder has ended since `description` was read."""
+        """Returns whether a save into the folder has ended since `description` was read."""
         read, path = self._description, self.path / METADATA
         return read is not None and not (path.exists() and core.crc32c(path.read_bytes()) == read.crc)
 
     def close(self) -> None:
-        """Close its files; a later read opens them again."""
+        """Closes the files of the checkpoint. A later read opens them again."""
         while self._files:
             os.close(self._files.popitem()[1])
         self._whole = None
 
     def verify(self) -> int:
-        """Read everything and compare checksums; returns the bytes compared. Local. `CheckpointError` for the first that
-        differs."""
+        """Reads all data and compares the checksums. Returns the number of bytes that were compared.
+
+        Raises:
+            CheckpointError: The first checksum that differs."""
         compared = 0
         try:
             for index, stored in self.description.items.items():
@@ -83,16 +89,22 @@ class Reader(StorageReader):
         return compared
 
     def read_object(self, fqn: str, offset: torch.Size | None = None) -> Any:
-        """An object that is no tensor, or a box of another writer; its checksums are compared. Raises `CheckpointError`, also
-        if its pickle names a type that ``torch.load(weights_only=True)`` refuses."""
+        """Returns an object that is not a tensor, or a tensor's box of a checkpoint of another writer. Compares its checksums.
+
+        Args:
+            fqn: The name in the checkpoint.
+            offset: The offset of the box; None for an object.
+
+        Raises:
+            CheckpointError: The data is damaged, or has a type that ``torch.load(weights_only=True)`` refuses."""
         content = self._object_bytes(MetadataIndex(fqn, offset))
         try:
             return torch.load(content, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{fqn!r} in {self.path} is more than tensors and plain values{f': {named[1]}' if named else ''}. torch's "
-                "FileSystemReader loads it, and executes what it says"
+                f"{fqn!r} in {self.path} is not made of tensors and plain values{f': {named[1]}' if named else ''}. "
+                "torch's FileSystemReader loads it, but runs the code that the file names"
             ) from error
         except Exception as error:  # a damaged one may raise anything
             raise CheckpointError(f"{fqn!r} in {self.path} cannot be loaded: {error}") from error
@@ -120,7 +132,7 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """All ranks come here before any of them loads: an error of one stops all."""
+        """Checks all items of the plan. All ranks call it before any rank loads, so an error on one rank stops all."""
         try:
             for item in sorted(plan.items, key=self.place):
                 self.check(item)
@@ -149,12 +161,15 @@ class Reader(StorageReader):
     # ---- item by item: for the above, and for `bucketwheel.checkpoint.load`, which closes at its end
 
     def place(self, item: ReadItem) -> tuple[str, int]:
-        """Disks read fastest in this order."""
+        """Returns the file and the offset of an item. Disks read items fastest in this order."""
         stored = self._stored(item.storage_index)
         return stored.path, stored.offset
 
     def check(self, item: ReadItem) -> None:
-        """Before a load: `CheckpointError` for an item that is damaged or refused."""
+        """Checks an item before a load.
+
+        Raises:
+            CheckpointError: The item is damaged, or has a type that is refused."""
         index, stored = item.storage_index, self._stored(item.storage_index)
         if item.type == LoadItemType.BYTE_IO:
             self.read_object(index.fqn)
@@ -166,10 +181,18 @@ class Reader(StorageReader):
             self._check_item(index, stored, first * dtype.itemsize, last * dtype.itemsize)
 
     def read(self, item: ReadItem, target: torch.Tensor, *, checks: bool = False) -> None:
-        """A part of a box into ``target``. ``checks``: compare checksums on the way."""
+        """Reads a part of a box into a tensor.
+
+        Args:
+            item: The part to read.
+            target: The tensor, of the shape of the part and of any dtype.
+            checks: Compare checksums while reading.
+
+        Raises:
+            CheckpointError: The shape differs, or the data is damaged."""
         index, stored = item.storage_index, self._stored(item.storage_index)
         if target.shape != item.lengths:
-            raise CheckpointError(f"{index.fqn!r}: {tuple(item.lengths)} into {tuple(target.shape)}")
+            raise CheckpointError(f"{index.fqn!r}: shape {tuple(item.lengths)} does not fit {tuple(target.shape)}")
         dtype, sizes = self._box(index)
         first, last = _span(sizes, item.storage_offsets, item.lengths)
         is_plain = target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
@@ -243,8 +266,8 @@ class Reader(StorageReader):
 
     def _damaged(self, index: MetadataIndex, stored: Stored, where: str) -> str:
         return (
-            f"{self.path / stored.path} is damaged: the checksum of {index.fqn!r} at {index.offset} differs {where} "
-            "from what was written"
+            f"{self.path / stored.path} is damaged: the bytes of {index.fqn!r} at {index.offset} do not match "
+            f"their checksum {where}"
         )
 
     def _stage(self, size: int) -> memoryview:
@@ -263,7 +286,7 @@ class Reader(StorageReader):
             while out:
                 got = os.preadv(self._files[path], [out], position)
                 if got == 0:
-                    raise CheckpointError(f"{self.path / path} ends at byte {position}: it was cut off during the read")
+                    raise CheckpointError(f"{self.path / path} ends at byte {position}: the file was truncated")
                 position, out = position + got, out[got:]
         except OSError as error:
             raise CheckpointError(f"{self.path / path} cannot be read: {error}") from error
@@ -283,7 +306,7 @@ class Reader(StorageReader):
             tensor = self.read_object(index.fqn, index.offset)
             dtype, sizes = self._box(index)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != sizes:
-                raise CheckpointError(f"{index.fqn!r} at {index.offset} in {self.path} is no {dtype} of {tuple(sizes)}")
+                raise CheckpointError(f"{index.fqn!r} at {index.offset} in {self.path} is not {dtype} {tuple(sizes)}")
             self._whole = index, tensor.resolve_conj().resolve_neg()
         return self._whole[1]
 

@@ -47,8 +47,8 @@ def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offe
     missing = [owner for owner, some in enumerate(alike) if not some]
     if missing:
         raise ValueError(
-            f"nobody has the shards of ranks {missing} as this optimizer has them (of its world size, parameters, "
-            "options and buckets)"
+            f"no rank has a copy of the shards of ranks {missing} with this optimizer's world size, parameters, "
+            "options and buckets"
         )
     step = min(max(f[2].newest for f in some) for some in alike)
     able = [[f for f in some if f[2].step <= step <= f[2].newest] for some in alike]
@@ -56,7 +56,7 @@ def _sources_of_run(layouts: Sequence[str], found: Sequence[tuple[int, int, Offe
     chosen = [next((f for f in some if f[0] == owner), some[0]) for owner, some in enumerate(able) if some]
     bases = {offer.base for _, _, offer in chosen}
     if not all(able) or (len(bases) > 1 and max(bases) >= step):
-        raise ValueError(f"a change from outside has not reached the copies of all shards at step {step}")
+        raise ValueError(f"at step {step} some copies of shards lack a change made outside of step()")
     return step, [(rank, number) for rank, number, _ in chosen]
 
 

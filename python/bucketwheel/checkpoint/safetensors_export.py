@@ -1,8 +1,7 @@
 """Export of a model's weights as safetensors, as Hugging Face's libraries write and read them.
 
-Parameters are whole on every rank, so one rank writes, and what is written knows nothing of ranks. The libraries do it:
-transformers for its models (with the configuration, and the names that its releases agreed on), huggingface_hub for others.
-"""
+All ranks have the complete parameters, so one rank writes. The libraries write the files: transformers for its own models
+(with the configuration and the names of its releases), huggingface_hub for other models."""
 
 from __future__ import annotations
 
@@ -23,17 +22,23 @@ def save_safetensors(
     *,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Writes the weights of ``model`` into ``directory``, which is made if need be: as ``model.safetensors``, or above
-    ``max_shard_size`` (bytes, or text such as ``"5GB"``) as several files and ``model.safetensors.index.json``.
+    """Writes the weights of a model as safetensors. Local; collective over the optimizer's ranks if you pass ``optimizer``.
 
-    Weights that are tied are written once. transformers' ``from_pretrained``, ``safetensors.torch.load_model`` (one file)
-    and ``huggingface_hub.load_torch_model`` read it. Files of an earlier export there are replaced, one after the other.
+    The file is ``model.safetensors``, or several files and ``model.safetensors.index.json`` if the weights are larger than
+    ``max_shard_size``. Tied weights are written once. transformers' ``from_pretrained``, ``safetensors.torch.load_model`` (one
+    file) and ``huggingface_hub.load_torch_model`` read the folder. Files of an earlier export are replaced one by one.
 
-    With ``optimizer`` (`ShardedAdamW`) it is collective: rank 0 writes the parameters as of the last step, the others wait
-    for it, and an error there is a ValueError here. Without, this process writes; call it on one rank.
+    Args:
+        directory: The folder, which is made if needed.
+        model: The module. If `bw.shard` has sharded its parameters, call the function inside ``with model.full_params():``.
+        optimizer: A `ShardedAdamW`. With it rank 0 writes the parameters as of the last step, and the other ranks wait.
+            Without it this process writes; call the function on one rank only.
+        max_shard_size: The largest size of a file, in bytes or as a text such as ``"5GB"``.
 
-    ImportError without the packages of ``bucketwheel[hf]``. OSError where ``directory`` cannot be written.
-    """
+    Raises:
+        ImportError: A package of ``bucketwheel[hf]`` is not installed.
+        OSError: The folder cannot be written.
+        ValueError: A parameter is sharded and not gathered, or rank 0 raised an error. The message has its text."""
     engine = engine_of(optimizer)
     for name, param in model.named_parameters():
         if home_of(param) is not None and type(param) is not torch.nn.Parameter:

@@ -1,9 +1,9 @@
-"""save and async_save: each rank writes its part of a training job to one file, from where it lies in memory.
+"""save and async_save: each rank writes its part of a training job to one file, directly from the job's memory.
 
-Names and format are those of stock `torch.distributed.checkpoint` for ``{"model": model.state_dict(), "optim":
-optimizer.state_dict(), "extra": extra}``. Each rank knows from the layout what it writes. After the call ranks talk through
-the torch Store (everyone.py), since training uses the communicators: rank 0 waits for the others and commits
-([Note: the commit] in writer.py); they wait for its commit.
+Names and format are those of `torch.distributed.checkpoint` for ``{"model": model.state_dict(), "optim":
+optimizer.state_dict(), "extra": extra}``. Each rank computes from the layout which parts it writes. After the call, training uses
+the communicators, so ranks exchange messages through the torch Store (everyone.py): rank 0 waits for the data of the others and
+commits ([Note: the commit] in writer.py), and the others wait for the commit.
 """
 
 from __future__ import annotations
@@ -63,27 +63,33 @@ def save(
     *,
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Saves a training job into ``directory``; it is on disk when this returns. Collective over the optimizer's ranks, of
-    replicas too; without one over those of `torch.distributed`, or of this process alone.
+    """Saves a training job, and returns when the checkpoint is on disk. Collective over the optimizer's ranks, with replicas.
 
-    The folder, which all ranks see, may hold an earlier checkpoint: that stays whole until the new one is.
+    Without an optimizer the call is collective over the ranks of `torch.distributed`, or local if there is no process group.
+    Each rank writes its own part. Names and format are those of ``torch.distributed.checkpoint.save`` for ``{"model":
+    model.state_dict(), "optim": optimizer.state_dict(), "extra": extra}``. Gradients are not saved.
 
     Args:
-        model: its ``state_dict()``, under the names that it gives: of a compiled model they begin with ``_orig_mod.``, of one
-            in `DistributedDataParallel` with ``module.``, so give the module inside. Each rank writes its part of what the
-            optimizer shards, frozen parameters are spread over the ranks, and buffers are those of rank 0.
-        optimizer: a `ShardedAdamW`.
-        extra: what else a resume needs: tensors, numbers, strings, in lists, tuples and dicts (a scheduler's state, the
-            position in the data, the state of a random generator). Where ranks give different ones, each rank's is kept. That
-            of a rank takes its size in memory until it is written, and nothing where it is the same as rank 0's.
-        staging_bytes: memory that this takes beside the job's own, at least 16 KiB.
+        directory: The folder of the checkpoint, on a file system that all ranks share. It is made if needed. It may have an
+            earlier checkpoint, which stays complete until the new one is.
+        model: The module whose ``state_dict()`` is saved. Pass the module inside `DistributedDataParallel` or `torch.compile`;
+            otherwise names begin with ``module.`` or ``_orig_mod.``. Each rank writes its shards, frozen parameters are
+            divided among the ranks, and buffers are those of rank 0.
+        optimizer: A `ShardedAdamW`.
+        extra: Other values for a resume, such as the state of a scheduler, the position in the data, or a random state:
+            tensors, numbers, strings and bytes in lists, tuples and dicts. If ranks pass different values, each rank's is
+            saved. A value that differs from rank 0's needs its size in memory until it is written.
+        staging_bytes: Memory for the save, in bytes, beside the memory of the job; 256 MiB by default, at least 16 KiB.
 
     Raises:
-        CheckpointError: it could not be saved; on all ranks, with the reason of the first that has failed.
-        TypeError: an ``extra``, or a module's extra state, that ``torch.load(weights_only=True)`` would refuse, by the name of
-            the first value; a tensor without plain memory.
-        OSError: rank 0 cannot make the folder, or a rank its file; ValueError with its text on the others.
-    """
+        CheckpointError: The save failed on a rank. All ranks raise it, with the reason of the first rank that failed. The
+            message says which checkpoint the folder has.
+        TypeError: ``extra`` or a module's extra state has a value that ``torch.load(weights_only=True)`` refuses, or the model
+            has a tensor without plain memory. The message names it.
+        ValueError: ``staging_bytes`` is too small, there is nothing to save, or another rank raised an error before it began
+            to write. The message has the text of that error.
+        OSError: Rank 0 cannot make the folder, or this rank cannot make its file.
+        RuntimeError: The ranks made different calls, or passed different folders."""
     async_save(directory, model, optimizer, extra, staging_bytes=staging_bytes).wait()
 
 
@@ -95,18 +101,37 @@ def async_save(
     *,
     staging_bytes: int = STAGING_BYTES,
 ) -> PendingSave:
-    """`save` that returns at once, while a thread writes. What is saved is what there was at the call.
+    """Starts a save as `save` does, and returns while a thread writes. Collective as `save`.
 
-    `ShardedAdamW.step`, and what else of it writes to parameters and states, first copies what has not been written yet
-    into staging memory, and waits where more than ``staging_bytes`` would be needed: `PendingSave.stats` counts. Buffers are
-    copied at the call as far as they fit. A write by others to a tensor that is not saved yet fails the save, naming it, if
-    it raises the tensor's version. Writes through ``p.data`` raise none: the checkpoint may have them in part, or loads may
-    refuse it as damaged, since a checksum is computed before the disk reads the memory. An optimizer made with
-    ``capturable=True`` may be replayed without a word, so for that the call waits until this rank's data is written.
+    The checkpoint has the values of the time of the call. `ShardedAdamW.step`, and all calls of the optimizer that write to
+    parameters or states, first copy the values that are not yet written into staging memory. If that needs more than
+    ``staging_bytes``, they wait for the thread. Buffers are copied in the call if they fit.
 
-    A save that is still running, of this optimizer or into this folder, is waited for. At the end of the process a save is
-    waited for up to a minute.
-    """
+    If other code writes in place to a tensor that is not yet saved, and torch's version counter shows the write, the save
+    fails and names the tensor. Writes through ``p.data`` are not noticed: the checkpoint may have a part of them, or a load
+    may refuse it as damaged. With ``capturable=True`` the call returns only when this rank's data is written, because replays
+    of CUDA graphs give no notice.
+
+    If another save of this optimizer or into this folder is still running, the call first waits for it. At its end the process
+    waits up to one minute for a save.
+
+    Args:
+        directory: As in `save`.
+        model: As in `save`.
+        optimizer: As in `save`.
+        extra: As in `save`.
+        staging_bytes: Memory for the copies, in bytes, beside the memory of the job; 256 MiB by default, at least 16 KiB.
+
+    Returns:
+        The running save. ``wait()`` returns when the checkpoint is complete and raises `CheckpointError` if the save failed;
+            ``done()`` tells whether it has ended; ``progress()`` returns the bytes that this rank has written and has to
+            write; ``stats`` has ``staged_bytes``, ``peak_staging_bytes``, and ``waits`` and ``waited_s`` of steps.
+
+    Raises:
+        TypeError: As in `save`.
+        ValueError: As in `save`.
+        OSError: As in `save`.
+        RuntimeError: As in `save`."""
     limit = expect_int(staging_bytes, "staging_bytes")
     if limit < _LEAST_STAGING:
         raise ValueError(f"staging_bytes is {limit}, expected at least {_LEAST_STAGING}")
@@ -225,7 +250,7 @@ class _Contents:
             for key, name in of_param.get(index, ()):
                 what = "parameter" if name == PARAM else f"the state {name!r} of parameter"
                 source = info.param if name == PARAM else states[name if name in states else "remainder"]
-                others = ", or of another whose states lie beside it," if name != PARAM and world > 1 else ""
+                others = ", or a state beside it in memory," if name != PARAM and world > 1 else ""
                 watched = Watched(f"{what} {info.name!r}{others}", source)
                 for box, all_views in boxes:
                     views = parts_of(all_views, name)
@@ -255,9 +280,8 @@ class _Contents:
             if isinstance(leaf, _Sharded) or key in self.same:
                 continue
             if isinstance(leaf, Tensor) and not is_plain(leaf):
-                raise TypeError(
-                    f"{key!r} is a {type(leaf).__name__} on {leaf.device}, which torch.distributed.checkpoint saves"
-                )
+                kind = f"{type(leaf).__name__} on {leaf.device}"
+                raise TypeError(f"{key!r} is a {kind}, not a plain tensor: save it by torch.distributed.checkpoint")
             is_spread = isinstance(leaf, Tensor) and (isinstance(leaf, Parameter) or key.startswith("optim.state."))
             if not (turns.is_mine(leaf.nbytes) if is_spread else self.rank == 0):
                 continue
@@ -296,10 +320,10 @@ def model_tensors(model: Module) -> dict[str, Any]:
     found = dict(model.state_dict(keep_vars=True))
     for key, value in found.items():
         if not isinstance(value, Tensor) and not is_extra_state(key):
-            raise TypeError(f"{key!r} of the model is a {type(value).__name__}, neither a tensor nor extra state")
+            raise TypeError(f"{key!r} of the model is a {type(value).__name__}, expected a tensor or extra state")
         if isinstance(value, Tensor) and home_of(value) is None and not is_plain(value):
-            what = f"is a {type(value).__name__} on {value.device}, which torch.distributed.checkpoint saves and loads"
-            meta = "has no values, on the meta device: call model.to_empty(device=...) before the optimizer is made"
+            what = f"is a {type(value).__name__} on {value.device}, not plain: use torch.distributed.checkpoint"
+            meta = "is on the meta device, without values: call model.to_empty(device=...), then make the optimizer"
             raise TypeError(f"'model.{key}' {meta if value.is_meta else what}")
     return found
 
@@ -345,8 +369,8 @@ def _warn_of_others(folder: Path, contents: _Contents) -> None:
         if there.get(key) != shape and (key.startswith("model.") if has_both else key.endswith(".exp_avg")):
             of = f"has shape {there[key]} there and {shape} here" if key in there else "is not in it"
             warnings.warn(
-                f"{folder} holds a checkpoint of other parameters, which this save replaces: {key!r} {of}. Ranks that train "
-                "different parameters (stages of a pipeline, experts) save into one folder for each data-parallel group",
+                f"this save replaces a checkpoint of other parameters in {folder}: {key!r} {of}. If ranks train "
+                "different parameters (pipeline stages, experts), give each data-parallel group a folder of its own",
                 stacklevel=4,
             )
             return
@@ -359,7 +383,7 @@ _looked_at: set[Path] = set()  # by `_warn_of_others`, for the life of the proce
 
 
 class PendingSave:
-    """A save that a thread carries out; see `async_save`. All methods are local."""
+    """A save that a thread carries out, from `async_save`. All methods are local."""
 
     def __init__(self, folder: Path, contents: _Contents, board: Board) -> None:
         self._folder = folder
@@ -370,14 +394,20 @@ class PendingSave:
         path = folder / SAVING / f"__{self._contents.rank}_0.distcp"
         self._file = DataFile(path, chunk_bytes=contents.chunk_bytes, buffer_bytes=contents.part_bytes)
         self._file.on_write = board.note_write
-        self._remains = "so the checkpoint there stays what it was"  # in errors; until this rank has told what it wrote
+        self._remains = "and the checkpoint there is unchanged"  # in errors; until this rank has told what it wrote
         self._written = threading.Event()  # this rank's data
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the checkpoint is complete, on disk. `CheckpointError` if it has failed: the one before stays.
-        TimeoutError after ``timeout`` seconds; it goes on then."""
+        """Returns when the checkpoint is complete and on disk. Local; blocks the host.
+
+        Args:
+            timeout: Limit in seconds. None means no limit.
+
+        Raises:
+            CheckpointError: The save failed. An earlier checkpoint is unchanged unless the message says otherwise.
+            TimeoutError: The save has not ended after ``timeout`` seconds. It goes on."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self._folder} has not ended after {timeout} s")
         if self._error is not None:
@@ -385,16 +415,16 @@ class PendingSave:
             raise self._error
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Returns whether the save has ended, so that `wait` would return or raise at once. Local."""
         return self._ended.is_set()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes that this rank has written, and all that it writes."""
+        """Returns the number of bytes that this rank has written, and the number that it writes in all. Local."""
         return self._contents.staging.written_bytes, self._nbytes
 
     @property
     def stats(self) -> SaveStats:
-        """What it has cost training so far."""
+        """What the save has cost training so far."""
         return self._contents.staging.stats
 
     def _show_error(self) -> None:
@@ -416,7 +446,7 @@ class PendingSave:
             if self._contents.rank == 0:
                 self._commit(rows)
             else:
-                self._remains = "and the folder may hold the checkpoint before or this one"
+                self._remains = "and the folder holds this checkpoint or the earlier one"
                 self._board.tell(str(self._contents.rank), json.dumps(rows).encode())
                 self._board.wait_for("outcome", "rank 0's commit")
         except BaseException as error:  # noqa: BLE001 (the caller of wait() gets it)

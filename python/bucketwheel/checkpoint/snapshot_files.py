@@ -26,8 +26,8 @@ def private_folder(directory: str | os.PathLike[str]) -> Path:
     found = os.stat(folder, follow_symlinks=False)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} must be a folder of this user (uid {os.geteuid()}) of mode 0700; it has uid {found.st_uid} and "
-            f"mode {stat.S_IMODE(found.st_mode):04o}: name another one, or chmod it"
+            f"{folder} must belong to this user (uid {os.geteuid()}) and have mode 0700; it has uid {found.st_uid} and "
+            f"mode {stat.S_IMODE(found.st_mode):04o}: choose another folder, or chmod this one"
         )
     return folder
 

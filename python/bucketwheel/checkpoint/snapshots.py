@@ -1,18 +1,17 @@
-"""Snapshots: two host copies of each rank's shard, on the rank and on the next one, which follow every step by replay.
+"""Snapshots: two copies of each rank's shard in host memory, on the rank and on the next one, which repeat every step.
 
-| who | does |
+| thread | work |
 |---|---|
-| the training, in `step` | copies what the kernel gets into a record; waits while ``every`` rounds are not done |
-| a thread, one *round* a step | sends the record to the next rank, receives one, replays older ones in both copies |
+| the training, in `step` | copies the inputs of the kernel into a record; waits while ``every`` rounds are not done |
+| the snapshots' thread, one *round* a step | sends the record to the next rank, receives one, replays older ones in both copies |
 
-A rank needs a copy of its own shard too: after an error its live memory may be in the middle of a step, or ahead of the
-copy of a lost rank.
+A rank needs a copy of its own shard too: after an error its live memory may be in the middle of a step, or ahead of the copy of
+a lost rank.
 
-[Note: the step that all can go back to] A replay cannot be undone, so a copy replays a record only when both copies of
-every shard have it. Round t comes after this rank has begun step t. For that all ranks have done step t - 1, in which
-they waited for the end of their round t - 1 - every. So round t may replay the records up to t - 1 - every. Later ones
-stay in slots: at most 2 * every + 1 of the rank's own (counting the one that `step` writes), and every + 2 of the rank
-before.
+[Note: the step that all can go back to] A replay cannot be undone, so a copy replays a record only when both copies of every
+shard have it. Round t comes after this rank has begun step t. At that time all ranks have done step t - 1, in which they waited
+for the end of their round t - 1 - every. So round t may replay the records up to t - 1 - every. Later records stay in slots: at
+most 2 * every + 1 records of the rank itself (with the one that `step` writes), and every + 2 of the rank before.
 """
 
 from __future__ import annotations
@@ -51,34 +50,57 @@ class _Round(NamedTuple):
 
 
 class Snapshots:
-    """Keeps two copies of every rank's parameters, masters and optimizer states, in host memory of that rank and of the
-    next one. They follow the training by replaying each step on the CPU, bit for bit.
+    """Keeps two copies of each rank's parameters, master weights and optimizer states in host memory: on the rank and on the next
+    rank. Collective, as are `verify`, `close` and `restore`.
 
-    A step copies its gradient shard into a record; a thread does the rest. At most ``every`` records are on their way
-    to the next rank: a step waits where there are as many (``stats["waited_s"]``). Without other processes (one rank,
-    or ranks that are threads) a rank keeps both copies.
+    The copies follow the training: each step is repeated on the CPU, with the same bits. `ShardedAdamW.step` copies its
+    gradient shard into a *record*; a thread sends the record to the next rank and repeats the step. After a failure, `restore`
+    sets all ranks back to one step, at most ``every + 1`` steps ago. If two neighbouring ranks or a host with its files are
+    lost, load a checkpoint. If there are no other processes (one rank, or ranks that are threads), a rank keeps both copies.
 
-    Not kept: buffers of the model, frozen parameters, ``param_groups``, schedulers, RNG, order of the data. If others
-    write to parameters or states (``load_state_dict``, a moving average), torch's version counters show it and the next
-    step sends the whole shard again (``stats["rebases"]``). After a write that raises no version (``p.data``, numpy, a
-    collective) call `rebase` on all ranks.
+    The copies do not have the model's buffers, frozen parameters, ``param_groups``, schedulers, random states and the position
+    in the data. If other code writes to parameters or states (``load_state_dict``, a moving average), torch's version counters
+    show the write, and the next step sends the whole shard again. After a write that does not change a version counter
+    (``p.data.clamp_()``, NumPy, a collective), call `rebase` on all ranks. If a rank is lost before all ranks have received
+    such a change, `restore` raises ValueError.
 
-    Collective: the constructor, `verify`, `close`, `restore`. Host memory of a rank: docs/checkpoints.md.
+    Host memory of a rank, in records and mirrors. A record is a gradient shard (float32 as a rule) and 9 bytes for each
+    parameter tensor. A mirror is the rank's part of parameters, masters and states, and 8 bytes for each parameter tensor.
+
+    | copy | mirrors | records |
+    |---|---|---|
+    | of the rank itself (pinned memory on CUDA) | 1 | 2 every + 1 |
+    | of the rank before | 1; with ``directory`` 2 | every + 2 |
+
+    While a whole shard is received, the old and the new copy of the rank before exist at the same time. `verify` needs two
+    more mirrors, `restore` one more, or three from files.
+
+    If the thread fails, or a step waits for other ranks longer than ``timeout_s``, the snapshots end with a warning and the
+    training goes on. As a context manager the object calls `close`, or `stop` if the block raises.
 
     Args:
-        optimizer: a `ShardedAdamW`, not ``capturable``: replays of CUDA graphs do not pass `step`.
-        every: how many records may be on their way, at least 1. The same on all ranks.
-        directory: keeps the copies of other ranks' shards in files, which outlive the process: `restore` reads them,
-            `close` removes them. A folder of memory (tmpfs) such as ``/dev/shm/me/run1``, on each host, for this job
-            alone: files of other jobs in it are removed. It is made with mode 0700; others may have no access to it.
-        first_step: how many steps were done before: what `restore` has returned. The same on all ranks.
-        timeout_s: how long ranks wait for each other, in a step too, before the snapshots end with a warning. The
-            training goes on.
+        optimizer: A `ShardedAdamW` without ``capturable=True``, because replays of CUDA graphs do not call ``step()``.
+        every: Number of records that may be on their way to the next rank, at least 1. A step waits if there are as many. The
+            same on all ranks.
+        directory: A folder for the copies of other ranks' shards, as files that outlive the process. `restore` reads them,
+            `close` removes them. Use a folder in memory (tmpfs), such as ``/dev/shm/me-run1``, on each host, for this job
+            alone: the constructor removes files of other jobs. The folder is made with mode 0700, and other users must not
+            have access.
+        first_step: Number of steps before this object, as `restore` returned it. The same on all ranks.
+        timeout_s: Seconds that ranks wait for each other, also in a step.
+
+    Attributes:
+        stats: ``"rebases"`` counts the times that a whole shard was sent again; ``"waited_s"`` is the time that steps have
+            waited, in seconds.
+        rank: The rank of this process.
+        world: Number of ranks.
 
     Raises:
-        ValueError, TypeError: bad arguments. PermissionError: others have access to the folder. RuntimeError,
-        ValueError on other ranks: the first copies could not be made, for want of room in the folder, say.
-    """
+        ValueError: A bad argument, arguments that differ between ranks, or an error on another rank. The message has its text.
+        TypeError: An argument of the wrong type.
+        PermissionError: Other users have access to the folder.
+        RuntimeError: The first copies could not be made, for example because the folder has no room.
+        CommTimeout: Another rank did not receive the first copies within ``timeout_s``."""
 
     def __init__(
         self,
@@ -97,12 +119,12 @@ class Snapshots:
             if self._every < 1 or self._step < 0:
                 raise ValueError(f"every must be at least 1 and first_step at least 0, got {every} and {first_step}")
             if any(group["capturable"] for group in optimizer.param_groups):
-                raise ValueError("Snapshots cannot follow capturable=True: replays of a CUDA graph do not pass step()")
+                raise ValueError("Snapshots does not allow capturable=True: replays of a CUDA graph do not call step()")
             self._folder = None if directory is None else private_folder(directory)
         said = exchange(self._engine, [secrets.token_hex(8), self._every, self._step])
         given = [one[1:] for one in said]
         if any(one != given[0] for one in given):
-            raise ValueError(f"Snapshots: every and first_step must be the same on all ranks, which gave {given}")
+            raise ValueError(f"Snapshots: every and first_step must be the same on all ranks, got {given} (by rank)")
         self._run = said[0][0]
         self._timeout_s = timeout_s
         self._link = Neighbours(self._engine)
@@ -142,7 +164,7 @@ class Snapshots:
             self.stats["waited_s"] += time.monotonic() - began
         except RuntimeError as error:  # the training goes on
             self._end(error)
-            warnings.warn(f"snapshots end at step {self._step}: {self._over}", stacklevel=3)
+            warnings.warn(f"snapshots stopped at step {self._step}: {self._over}", stacklevel=3)
             self.stop()
             return None
         assert self._own is not None
@@ -166,7 +188,8 @@ class Snapshots:
         return [id(self._engine.infos), *versions]
 
     def rebase(self) -> None:
-        """The next step sends the whole shard. For writes that raise no version; local, and all ranks must call it."""
+        """Makes the next step send the whole shard. Local, but all ranks must call it. Needed after writes that do not change a
+        version counter."""
         self._versions = None
 
     def _begin(self) -> None:
@@ -195,7 +218,7 @@ class Snapshots:
         """RuntimeError if the snapshots have ended; CommTimeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._over or condition(), self._timeout_s):
-                raise CommTimeout(f"the other ranks have not taken it within {self._timeout_s:g} s")
+                raise CommTimeout(f"the other ranks have not received the snapshot within {self._timeout_s:g} s")
             if self._over is not None:
                 raise RuntimeError(f"the snapshots have ended: {self._over}") from self._over
 
@@ -269,8 +292,14 @@ class Snapshots:
     # --- what users call ---------------------------------------------------------------------------------------------
 
     def verify(self) -> int:
-        """Waits for all rounds, compares both copies of every shard with the shard bit for bit, and returns the step.
-        Collective. RuntimeError on all ranks that names what differs; ValueError if another rank's have ended."""
+        """Compares both copies of every shard with the shard, bit for bit, and returns the step. Collective; waits for the
+        thread.
+
+        Raises:
+            RuntimeError: A copy differs. All ranks raise it, and the message names the tensors. Or this rank's snapshots have
+                ended.
+            ValueError: The snapshots of another rank have ended.
+            CommTimeout: Another rank did not receive the copies within ``timeout_s``."""
         self._engine.param_sync()
         is_edited = any(exchange(self._engine, self._versions != self._versions_now()))
         with failing_together(self._engine.expect_done_by_all, "Snapshots.verify"):
@@ -287,7 +316,7 @@ class Snapshots:
         problems = []
         for copy, shard in ((own, live), (kept, theirs)):
             copy.advance(self._step)
-            what = f"of rank {copy.layout.rank}'s shard at step {self._step}, as rank {self.rank} keeps it"
+            what = f"of rank {copy.layout.rank}'s shard at step {self._step}, in the copy on rank {self.rank}"
             problems += [f"{name} {what}" for name in copy.layout.mirror.unequal(copy.shard, shard)]
         problems = [problem for found in exchange(self._engine, problems) for problem in found]
         if problems:
@@ -295,7 +324,7 @@ class Snapshots:
         return self._step
 
     def stop(self) -> None:
-        """Ends the thread at once and keeps the copies for `restore`. Local; for errors such as `PeerError`."""
+        """Ends the thread at once and keeps the copies for `restore`. Local. Call it after errors such as `PeerError`."""
         self._end(ClosedError("close() or stop() was called"))
         atexit.unregister(self.stop)
         self._engine.step_observers = [other for other in self._engine.step_observers if other != self._observe]
@@ -310,8 +339,9 @@ class Snapshots:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread when the other ranks have what was sent, and drops the copies and their files. Idempotent.
-        Collective; local after `stop`, and if the snapshots have failed."""
+        """Ends the thread after the other ranks have received all records, and removes the copies and their files.
+
+        Collective. Local after `stop`, or if the snapshots have failed. Further calls do nothing."""
         if self._over is None:
             self._put(_Round(self._step))
             self._thread_ended.wait(self._timeout_s)
@@ -331,16 +361,24 @@ class Snapshots:
 
     @staticmethod
     def restore(optimizer: ShardedOptimizer, source: Snapshots | str | os.PathLike[str] | None) -> int:
-        """Sets a new optimizer and its parameters to the newest step of which every shard has a copy; returns the step.
-        Collective over the ranks of ``optimizer``, which must be as many as before.
+        """Sets a new optimizer and its parameters to the newest step of which every shard has a copy, and returns the step.
+        Collective.
 
-        ``source``: the snapshots of a rank that survived, which this stops; None on a rank that replaces a lost one; or
-        the directory in which processes, all of which have ended, have left files. Hyperparameters stay those of the
-        new optimizer: set schedulers, and the order of the data, to the step.
+        The optimizer has as many ranks as before, and the same parameters and options. Hyperparameters stay those of the new
+        optimizer. Set schedulers and the position in the data to the step.
 
-        ValueError on all ranks, with nothing changed, if no rank has a copy of some shard. PermissionError as from the
-        constructor.
-        """
+        Args:
+            optimizer: A new `ShardedAdamW`.
+            source: The snapshots of this process, which the call stops; None on a rank that replaces a lost one; or the
+                ``directory`` with the files of processes that have all ended.
+
+        Returns:
+            Number of steps that were done, for ``first_step``.
+
+        Raises:
+            ValueError: No rank has a copy of some shard, or the copies do not fit the optimizer. All ranks raise it, and
+                nothing has changed.
+            PermissionError: Other users have access to the folder."""
         engine_of(optimizer)  # TypeError
         copies: list[tuple[str, ShardCopy]] = []
         with failing_together(optimizer._engine.expect_done_by_all, "Snapshots.restore"):

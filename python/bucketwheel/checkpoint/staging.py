@@ -50,8 +50,8 @@ class Watched:
         """CheckpointError naming it if somebody has written to it since."""
         if self._tensor.numel() and self._version_now() != self._version:
             raise CheckpointError(
-                f"{self.name} was written to, by others than the optimizer, while the checkpoint was being saved; wait() for "
-                "the save before that"
+                f"{self.name} was modified outside the optimizer while the checkpoint was being saved; call the save's "
+                "wait() before you modify it"
             )
 
 

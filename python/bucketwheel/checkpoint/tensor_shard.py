@@ -1,4 +1,4 @@
-"""TensorShard: what one rank holds of a tensor, in a form that stock torch.distributed.checkpoint saves and loads."""
+"""TensorShard: one rank's part of a tensor, in a form that torch.distributed.checkpoint saves and loads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ _aten = torch.ops.aten
 
 
 class TensorShard(Tensor):
-    """A tensor of the whole ``shape`` of which this rank holds ``ranges``: [begin, end) in memory order, ascending.
+    """One rank's part of a tensor, as in ``optimizer.state_dict()``. `torch.distributed.checkpoint` saves and loads it.
 
-    ``piece`` has their elements one behind the other: 1-D, memory of its own. ``stride`` is that of the whole tensor and
-    says what its memory order is; ``part`` is (rank, world); ``param_name`` is for messages.
+    The ``shape``, ``stride()`` and ``dtype`` are those of the complete tensor; the values of the other ranks are not here. The
+    stride defines the memory order of the elements. You can copy it, move it to another device, pickle it (and load it with
+    ``weights_only=True``), and compare it by `torch.equal`. Operations that need all elements raise RuntimeError instead of
+    using a part. All methods are local.
 
-    It has no elements where torch looks for them, so code that does not know it raises instead of taking a part for the
-    whole. It can be copied, moved to another device, pickled (and loaded with ``weights_only=True``), compared by
-    `torch.equal`, and saved and loaded by `torch.distributed.checkpoint`, which calls the three methods with underscores.
-    """
+    Attributes:
+        piece: The rank's elements one after another, 1-D, with memory of its own.
+        ranges: The rank's elements as ``(begin, end)`` pairs in memory order, ascending; ``end`` is excluded.
+        part: The rank, and the number of ranks.
+        param_name: The name of the parameter, for messages."""
 
     piece: Tensor
     ranges: tuple[tuple[int, int], ...]
@@ -54,7 +57,7 @@ class TensorShard(Tensor):
         owned = sum(end - begin for begin, end in ranges)
         if piece.shape != (owned,):
             raise ValueError(
-                f"a piece of shape {tuple(piece.shape)} is given for the {owned} elements of {list(ranges)}"
+                f"piece has shape {tuple(piece.shape)}, expected the {owned} elements of ranges {list(ranges)}"
             )
         make: Any = torch.Tensor._make_wrapper_subclass
         self: TensorShard = make(cls, tuple(shape), strides=tuple(stride), dtype=piece.dtype, device=piece.device)
@@ -71,11 +74,15 @@ class TensorShard(Tensor):
     @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
         # One rank must say that there is such a tensor if it has no elements.
+        """The rank's elements as boxes of the complete tensor, each with ``offsets`` and ``sizes``."""
         ranges = ((0, 0),) if self.numel() == 0 and self.part[0] == 0 else self.ranges
         return boxes_of(self.shape, self.stride(), ranges)
 
     def view_of(self, box: Box) -> Tensor:
-        """The elements of one of `boxes`, of its sizes: a view of ``piece``."""
+        """Returns the elements of one of `boxes`, in the shape of the box: a view of ``piece``. Local.
+
+        Args:
+            box: One of `boxes`."""
         return self.piece.as_strided(box.sizes, box.strides, self.piece.storage_offset() + box.begin)
 
     # --- torch.distributed.checkpoint --------------------------------------------------------------------------------
@@ -115,9 +122,9 @@ class TensorShard(Tensor):
             return
         (rank, world), count = self.part, len(self.boxes)
         why = (
-            f"keeps one box of each tensor of a rank, and rank {rank} has {count} of {fqn!r}: the others would be lost"
+            f"keeps one box per tensor and rank, but rank {rank} has {count} of {fqn!r}: the others would be lost"
             if is_distributed
-            else f"with save_distributed=False has one file for all ranks, and this is rank {rank}'s part of {world} of {fqn!r}"
+            else f"with save_distributed=False writes one file, but rank {rank} of {world} has a part of {fqn!r}"
         )
         raise RuntimeError(
             f"torch's HuggingFaceStorageWriter {why}. Use dcp.save with another writer, or save optimizer.full_state_dict()"
@@ -161,29 +168,29 @@ class TensorShard(Tensor):
                 return (self.shape, self.ranges) == (other.shape, other.ranges) and torch.equal(self.piece, other.piece)
         elif packet is _aten.copy_ and args[0].dim() == 0 and call_of_torch("_copy_state_dict"):
             raise RuntimeError(
-                "torch's FileSystemWriter, where it stages by itself, makes a scalar of each rank's part of a scalar. Give "
-                "async_save async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id "
-                "and no writer"
+                "torch's FileSystemWriter does not stage a rank's part of a scalar correctly. Pass async_save "
+                "async_stager=DefaultStager(StagingOptions(False, False, False, False)), or checkpoint_id without "
+                "a writer"
             )
         next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, TensorShard))._refuse(func)
 
     def _take(self, other: Tensor) -> None:
         if isinstance(other, TensorShard):
             if (self.shape, self.ranges) != (other.shape, other.ranges):
-                raise RuntimeError(f"copy_: {self!r} and {other!r} are not the same elements of a tensor")
+                raise RuntimeError(f"copy_: {self!r} and {other!r} hold different elements")
             self.piece.copy_(other.piece)
             return
         if other.shape != self.shape:
-            raise RuntimeError(f"copy_: {self!r} takes a tensor of its shape, not {tuple(other.shape)}")
+            raise RuntimeError(f"copy_: {self!r} needs a tensor of its shape, got {tuple(other.shape)}")
         for box in self.boxes:
             self.view_of(box).copy_(part_of(other, box.offsets, box.sizes))
 
     def _refuse(self, func: Any) -> NoReturn:
         rank, world = self.part
         raise RuntimeError(
-            f"{func} needs the whole of {self.param_name or 'a tensor'!r}, and this is rank {rank}'s part of {world}. Save and "
-            "load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole states that "
-            "any torch optimizer loads"
+            f"{func} needs all of {self.param_name or 'a tensor'!r}, but this is rank {rank}'s part of {world}. Save "
+            "and load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole "
+            "states that any torch optimizer loads"
         )
 
     def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -225,8 +232,8 @@ def _reduced(shard: TensorShard) -> Any:
 def warn_of_part(part: str) -> None:
     """Once in a process, of one rank: a file that a framework writes of rank 0's `state_dict` has no other rank's part."""
     warnings.warn(
-        f"the optimizer's state that is pickled here is {part}; unless each rank saves its own file, it cannot be loaded. Call "
-        "bw.checkpoint.save(folder, model, optimizer) on all ranks, or, where a framework saves, make the optimizer with "
+        f"the pickled optimizer state is {part}; unless each rank saves its own file, it cannot be loaded. Call "
+        "bw.checkpoint.save(folder, model, optimizer) on all ranks. If a framework saves, make the optimizer with "
         "full_state_dict=True (docs/frameworks.md, Checkpoints)",
         stacklevel=3,
     )

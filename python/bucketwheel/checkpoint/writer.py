@@ -1,9 +1,10 @@
-"""`Writer`: stock torch.distributed.checkpoint with checksums, one file a rank, and a commit by rename.
+"""Writer: a storage writer for torch.distributed.checkpoint with checksums, one file per rank, and a commit by rename.
 
 [Note: the commit]
-Ranks write into ``DIR/.saving``, one file each, and fsync it. The coordinator then renames the folder to ``DIR/data-<id>``
-and replaces ``DIR/.metadata``, which names that folder, by a rename: before it the last checkpoint is whole and loads, after
-it the new one is and does. Then folders of earlier checkpoints go. What a crash leaves behind, the next save removes.
+Ranks write into ``DIR/.saving``, one file each, and fsync it. The coordinator then renames the folder to ``DIR/data-<id>`` and
+replaces ``DIR/.metadata``, which names that folder, by a rename. Before this rename the earlier checkpoint is complete and loads;
+after it the new one is. Then the coordinator removes folders of earlier checkpoints. The next save removes the files that a
+crash leaves behind.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def publish(
         found = {path.name: stat_of(path).st_size for path in (folder / data).iterdir()}
         if found != ends:
             raise CheckpointError(
-                f"{saving} has files of {found} bytes, this save wrote {ends}: does another one write there?"
+                f"{saving} has files of {found} bytes, but this save wrote {ends}: another save may write there"
             )
         flush(folder)
         temporary.write_bytes(packed(metadata))
@@ -297,16 +298,20 @@ def stat_of(path: Path) -> os.stat_result:
 
 
 class Writer(StorageWriter):
-    """Where `torch.distributed.checkpoint.save` and ``async_save`` write to: ``storage_writer=bw.checkpoint.Writer(path)``.
+    """A storage writer for ``torch.distributed.checkpoint`` with checksums. Each rank writes one file.
 
-    Stock's format, which torch's `FileSystemReader` reads, with CRC32C of all bytes. The folder may hold an earlier
-    checkpoint: it stays whole until the new one is. All ranks see one file system there.
+    Pass it to ``save`` or ``async_save`` as ``storage_writer=bw.checkpoint.Writer(path)``. The format is torch's, which
+    `FileSystemReader` reads, with a CRC32C of all bytes. The folder is on a file system that all ranks share. It may have an
+    earlier checkpoint, which stays complete until the new one is. The constructor is local.
 
     Args:
-        path: the checkpoint's folder.
-        chunk_bytes: bytes that have one checksum, and that are written at a time. A load reads whole chunks.
-        sync: wait until all is on disk. Without it a crash of the machine, not of the job, may lose the checkpoint.
-    """
+        path: The folder of the checkpoint.
+        chunk_bytes: Number of bytes that have one checksum and are written at a time; 1 MiB by default, at least 4096. A load
+            reads whole chunks.
+        sync: Wait until all data is on disk. If False, a crash of the machine (not of the job) may lose the checkpoint.
+
+    Raises:
+        ValueError: ``chunk_bytes`` is below 4096. ``save`` raises it for ``use_collectives=False``."""
 
     def __init__(self, path: str | os.PathLike[str], *, chunk_bytes: int = CHUNK_BYTES, sync: bool = True) -> None:
         super().__init__()
@@ -330,7 +335,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise ValueError("use_collectives=False writes metadata for each rank: use torch's FileSystemWriter")
+            raise ValueError("Writer does not support use_collectives=False: use torch's FileSystemWriter")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

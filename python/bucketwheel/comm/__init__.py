@@ -1,9 +1,8 @@
-"""Ranks and their collectives: how they find each other, what moves the bytes, and who is told when one fails.
+"""Communicators and collectives: how ranks connect, how data moves between them, and how all ranks learn of a failure.
 
-Uses `pool` and below. Start with `communicator.py` and `handle.py`, then `collectives.py`. `backends.py` chooses a way to
-move bytes: `shm.py`, `c10d.py` or `nccl.py`. `rendezvous.py` is how ranks talk before they have a communicator, `peers.py`
-what ranks of several hosts know of each other, `replicas.py` is HSDP: the same shard on several groups.
-"""
+Uses `pool` and below. Start with `communicator.py` and `handle.py`, then `collectives.py`. `backends.py` chooses the backend:
+`shm.py`, `c10d.py` or `nccl.py`. Ranks exchange messages through `rendezvous.py` until they have a communicator. `peers.py`
+detects ranks on other hosts that have failed. `replicas.py` is HSDP: several groups of ranks that hold the same shards."""
 
 from bucketwheel.comm.backends import LocalRank, LocalWorld
 from bucketwheel.comm.collectives import PreMulSum, all_gather, reduce_scatter

@@ -125,7 +125,7 @@ def warn_of_rounded_average(comm: Communicator, tensors: Sequence[Any]) -> None:
     if rounded:
         warnings.warn(
             f"op='avg' of {' and '.join(sorted(map(str, rounded)))} on {comm.size} ranks: NCCL multiplies by 1/{comm.size} "
-            "rounded to that dtype, so that all averages are off by the same factor, up to 0.2 %. op='sum' is not",
+            "rounded to that dtype, so all averages are off by the same factor, up to 0.2 %. op='sum' is exact in that",
             stacklevel=3,
         )
         _has_warned = True

@@ -1,4 +1,4 @@
-"""Who the ranks of a communicator are, and how they find each other: `LocalWorld`, `LocalRank`, `RankGroup`."""
+"""Backends: `LocalWorld`, `LocalRank` and `RankGroup`, which connects the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class LocalRank:
-    """One rank of a `LocalWorld`; pass it to `Communicator` as the group."""
+    """One rank of a `LocalWorld`. Pass it to `Communicator` as ``group``.
+
+    Attributes:
+        world: The world of this rank.
+        rank: The number of this rank, from 0."""
 
     world: LocalWorld
     rank: int
 
 
 class LocalWorld:
-    """Ranks that are threads of this process.
+    """Ranks that are threads of this process. Local. Each rank can join one communicator.
 
-    >>> world = LocalWorld(4)
-    >>> comm = Communicator(world.rank(2))  # in the thread that is rank 2
+        >>> world = LocalWorld(4)
+        >>> comm = Communicator(world.rank(2))  # in the thread that is rank 2
 
-    Each rank is taken once. ``stages_inputs`` sends tensors through the staging buffers, as between processes (for
-    tests).
-    """
+    Args:
+        size: Number of ranks.
+        stages_inputs: Copy tensors through staging buffers, as between processes (for tests)."""
 
     def __init__(self, size: int, *, stages_inputs: bool = False) -> None:
         self._native = core.LocalWorld(expect_int(size, "size", "a number of ranks"), stages_inputs)
@@ -49,7 +53,10 @@ class LocalWorld:
         return self._native.world
 
     def rank(self, rank: int) -> LocalRank:
-        """The group argument of the communicator of ``rank``."""
+        """Returns the ``group`` for the communicator of rank ``rank``. Local.
+
+        Raises:
+            ValueError: The world has no such rank."""
         if not 0 <= expect_int(rank, "rank", "a number") < self.size:
             raise ValueError(f"rank {rank} is not in a world of {self.size}")
         return LocalRank(self, rank)
@@ -102,12 +109,11 @@ class RankGroup:
             except shm.CannotShare as error:
                 if backend == "shm":
                     raise CommError(
-                        f"the ranks {error.what}, which backend 'shm' needs; 'auto' or 'c10d' work without{error}"
+                        f"backend 'shm' cannot be used, because the ranks {error.what}; use 'auto' or 'c10d'{error}"
                     ) from None
                 if not isinstance(error, shm.NotOneHost):
-                    warnings.warn(
-                        f"ranks talk over {self.wire}, which is slower, for they {error.what}{error}", stacklevel=3
-                    )
+                    why = f"because they {error.what}{error}"
+                    warnings.warn(f"the ranks use {self.wire}, which is slower than shared memory, {why}", stacklevel=3)
         return c10d.make(self.rendezvous, self.wire, agreed, self.timeout_s)
 
     def part(self, comm: Any, ranks: list[int], name: str, token: str) -> RankGroup | None:
@@ -162,8 +168,8 @@ def expect_group(group: Any, argument: str, *others: type) -> None:
         return
     hint = ""
     if hasattr(group, "get_group"):
-        hint = ": pass that of one of its dimensions, mesh.get_group()"
+        hint = ": pass the group of one dimension, mesh.get_group()"
     elif isinstance(group, (str, int, list, tuple, range)):
-        hint = ": torch.distributed.new_group(ranks, backend=...) makes one"
+        hint = ": make a group by torch.distributed.new_group(ranks, backend=...)"
     names = ", ".join(["a torch ProcessGroup", *(f"a {other.__name__}" for other in others), "a LocalRank"])
     raise TypeError(f"{argument} must be {names} or None, got {type(group).__name__} {group!r}{hint}")

@@ -21,7 +21,7 @@ from bucketwheel.comm.rendezvous import Rendezvous
 from bucketwheel.errors import CommError
 from bucketwheel.native import core
 
-# What is under way for each peer at once, and for all of them (docs/performance.md).
+# What is under way for each peer at once, and for all of them (benchmarks/README.md).
 _PEER_BYTES, _ROOM_BYTES = 3 << 20, 16 << 20
 _LEAST_BYTES = 64 << 10  # of each peer, where there are many
 _MOST_THREADS = 6  # of gloo's, each of which carries one all_to_all

@@ -1,8 +1,6 @@
-"""Collectives on plain tensor lists: coalesced all-gather and reduce-scatter that return handles; requests are
-collectives on fixed buffers.
+"""Collectives on lists of tensors, all_gather and reduce_scatter, and requests: collectives on fixed tensors.
 
-Arguments are checked before anything is enqueued, and what is raised names the offending index.
-"""
+Arguments are checked before anything is enqueued. Errors name the index of the tensor."""
 
 from __future__ import annotations
 
@@ -38,28 +36,31 @@ def all_gather(
     after: Sequence[Handle] = (),
     timing: bool = False,
 ) -> Handle:
-    """Gather every rank's ``inputs[i]`` into ``outputs[i]``, rank r's elements from ``r * inputs[i].numel()`` on.
+    """Gathers ``inputs[i]`` of all ranks into ``outputs[i]``. Collective.
 
-    Lists are one operation, whatever their length; a single tensor is one too. The operation runs beside the caller:
-    the outputs may be read, and the inputs changed, when the handle says that it is over. It starts when the caller's
-    work so far is done (CPU: at once). Inputs in ``comm.pool`` are read by the peers where they are; others are
-    copied through staging buffers first.
+    The elements of rank r begin at element ``r * inputs[i].numel()``. A list is one operation, whatever its length. The
+    operation runs beside the caller: read outputs and change inputs only after you have waited for the handle. It starts after
+    the caller's earlier work: on CUDA, the work in torch's current stream. Inputs in ``comm.pool`` are read by the other ranks
+    directly; other inputs are copied through staging buffers first.
 
     Args:
-        outputs: contiguous tensors of any dtype on the communicator's device; ``world * inputs[i].numel()`` elements,
-            whatever the shape.
-        inputs: contiguous tensors of the same dtypes. ``inputs[i]`` may be this rank's own part of ``outputs[i]``
-            (in place); nothing else may overlap.
-        stream: a native stream to run on; None: the communicator's own. Operations of one communicator run in the
-            order of the calls on any stream. Not on the local CUDA backend, whose ranks share one.
-        after: handles of operations (of any communicator) that must be over first.
-        timing: allow `Handle.elapsed_time`.
+        outputs: A tensor or a list of tensors: contiguous, of any dtype and shape, on the communicator's device, with ``world
+            * inputs[i].numel()`` elements.
+        inputs: Contiguous tensors of the same dtypes. ``inputs[i]`` may be this rank's part of ``outputs[i]`` (in place).
+            Tensors must not overlap otherwise.
+        comm: The communicator.
+        stream: A native stream or a `torch.cuda.Stream` to run in. None means the communicator's stream. Operations of one
+            communicator run in the order of the calls, in any stream. The local backend on CUDA does not take a stream.
+        after: Handles of operations, of any communicators, that must be over first.
+        timing: Allow `Handle.elapsed_time`.
+
+    Returns:
+        The handle of the operation.
 
     Raises:
-        ValueError: lengths, element counts, devices, layouts or overlaps as above are wrong. Nothing was enqueued.
-        TypeError: dtypes differ, or not a tensor. Nothing was enqueued.
-        CommError: the communicator had failed (the error it failed with) or is closed.
-    """
+        ValueError: Lengths, numbers of elements, devices, memory formats or overlaps are wrong. Nothing has been enqueued.
+        TypeError: Dtypes differ, or an element is not a tensor. Nothing has been enqueued.
+        CommError: The communicator has failed (its error is raised again) or is closed."""
     native = _native_of(comm)
     outs = outputs if type(outputs) is list else listed(outputs, "outputs")
     ins = inputs if type(inputs) is list else listed(inputs, "inputs")
@@ -100,21 +101,32 @@ def reduce_scatter(
     after: Sequence[Handle] = (),
     timing: bool = False,
 ) -> Handle:
-    """Sum every rank's ``inputs[i]`` and give rank r the elements from ``r * outputs[i].numel()`` on, in
-    ``outputs[i]``.
+    """Sums ``inputs[i]`` of all ranks and writes this rank's part of the sum to ``outputs[i]``. Collective.
 
-    Sums are taken in rank order in float32 (float64 for float64 tensors) and rounded once to the tensors' dtype, so the
-    result is the same bits in every run, on CPU and CUDA, for pool memory or not. Only on the backend ``"nccl"`` order
-    and rounding are NCCL's. Lists, streams, ordering and errors are as in `all_gather`.
+    The part of rank r begins at element ``r * outputs[i].numel()``. Sums are computed in rank order in float32 (float64 for
+    float64 tensors) and rounded once to the tensors' dtype. The result has the same bits in every run, on the CPU and on CUDA,
+    inside and outside of the pool. With the backend ``"nccl"``, NCCL chooses order and rounding. Lists, streams, ordering and
+    errors are those of `all_gather`.
 
     Args:
-        outputs: contiguous tensors, float32, bfloat16, float16 or float64, on the communicator's device; on the CPU also
-            int64, int32, int16, int8 and uint8, whose sums wrap around.
-        inputs: contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]``
-            may be this rank's own part of ``inputs[i]`` (in place); nothing else may overlap.
-        op: ``"sum"``, the only one of integers; ``"avg"``: the sum divided by the world size before the rounding; or a
-            `PreMulSum`. Or torch's ``ReduceOp.SUM``, ``AVG`` or ``PREMUL_SUM``; `ValueError` for others.
-    """
+        outputs: A tensor or a list of tensors: contiguous, float32, bfloat16, float16 or float64, on the communicator's
+            device. On the CPU also int64, int32, int16, int8 and uint8, whose sums wrap around.
+        inputs: Contiguous tensors of the same dtypes with ``world * outputs[i].numel()`` elements. ``outputs[i]`` may be this
+            rank's part of ``inputs[i]`` (in place). Tensors must not overlap otherwise.
+        comm: The communicator.
+        op: ``"sum"``, ``"avg"`` (the sum is divided by the world size before it is rounded) or a `PreMulSum`. torch's
+            ``ReduceOp.SUM``, ``AVG`` and ``PREMUL_SUM`` mean the same. Integers allow ``"sum"`` only.
+        stream: As in `all_gather`.
+        after: As in `all_gather`.
+        timing: As in `all_gather`.
+
+    Returns:
+        The handle of the operation.
+
+    Raises:
+        ValueError: As in `all_gather`, or another ``op``.
+        TypeError: As in `all_gather`, or ``op`` is not a reduction.
+        CommError: The communicator has failed (its error is raised again) or is closed."""
     native = _native_of(comm)
     outs = outputs if type(outputs) is list else listed(outputs, "outputs")
     ins = inputs if type(inputs) is list else listed(inputs, "inputs")
@@ -158,10 +170,10 @@ class _Request:
         self._comm = comm
 
     def start(self, *, stream: Any = None, after: Sequence[Handle] = (), timing: bool = False) -> Handle:
-        """Run the operation once more. Arguments, ordering and the errors of the communicator are those of
-        `all_gather`; the tensors are not looked at again. Starting counts as a call: all ranks start the same requests
-        in the same order. It may be started again before it is over.
-        """
+        """Runs the operation once more, and returns its handle. Collective: all ranks start the same requests in the same order.
+
+        Arguments, ordering and errors of the communicator are those of `all_gather`. The tensors are not checked again. You
+        may start a request again before it is over."""
         events = natives_of(after) if after else []
         handle = self._native.start(None if stream is None else native_stream(stream), events, not not timing)
         increment_version(self._outputs)
@@ -169,12 +181,19 @@ class _Request:
 
 
 class AllGatherRequest(_Request):
-    """An `all_gather` of these tensors, to be started any number of times.
+    """An `all_gather` of fixed tensors, which you can start any number of times. Making a request is local.
 
-    Everything is checked here, and raises as `all_gather` does; making a request is not collective. The request keeps
-    the memory that the tensors have now, and reads and writes nothing else: a tensor that is given other memory later
-    (``.data = ...``, ``set_``) is not followed. Their storages must not be resized.
-    """
+    ``request.start(stream=None, after=(), timing=False)`` runs the operation and returns a `Handle`, as `all_gather` does. It
+    is collective: all ranks start the same requests in the same order. You may start a request again before it is over.
+
+    The constructor checks the tensors and raises as `all_gather` does; `start` does not check them again. The request keeps
+    the memory that the tensors have when it is made. Do not resize their storages. If a tensor gets other memory later
+    (``.data = ...``, ``set_``), the request still uses the former memory.
+
+    Args:
+        outputs: As in `all_gather`.
+        inputs: As in `all_gather`.
+        comm: The communicator."""
 
     __slots__ = ()
 
@@ -189,7 +208,13 @@ class AllGatherRequest(_Request):
 
 
 class ReduceScatterRequest(_Request):
-    """A `reduce_scatter` of these tensors, to be started any number of times; otherwise as `AllGatherRequest`."""
+    """A `reduce_scatter` of fixed tensors, which you can start any number of times, as `AllGatherRequest`. Making it is local.
+
+    Args:
+        outputs: As in `reduce_scatter`.
+        inputs: As in `reduce_scatter`.
+        comm: The communicator.
+        op: As in `reduce_scatter`."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""`Communicator`: a group of ranks and how they reach each other."""
+"""`Communicator`: a group of ranks that run collectives together."""
 
 from __future__ import annotations
 
@@ -46,41 +46,54 @@ _open_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.We
 
 
 class Communicator:
-    """A group of ranks that run the same collectives in the same order.
+    """A group of ranks that run the same collectives in the same order. The constructor is collective.
+
+    The backend decides how data moves between the ranks:
+
+    - ``"shm"``: CPU tensors; the ranks are processes of one host and share memory.
+    - ``"c10d"``: CPU tensors; the ranks are processes of any hosts. Data moves over a torch process group that belongs to this
+      communicator alone. Its backend is the CPU backend of ``group`` if that one was registered with torch, else gloo.
+    - ``"nccl"``: CUDA tensors; the ranks are processes of any hosts, each with a GPU.
+    - ``"local"``: the ranks are threads of one process, or there is one rank. With CUDA tensors all ranks share one device;
+      run backward in the threads themselves (``torch.autograd.set_multithreading_enabled(False)``).
+    - ``"auto"``: ``"local"`` for a `LocalRank` and for one rank. Otherwise ``"nccl"`` on CUDA, and ``"shm"`` on the CPU, or
+      ``"c10d"`` if the ranks cannot share memory. The ranks try this, and all choose the same backend.
+
+    If an operation fails, the communicator fails: each later call raises the same error, whose attributes say what failed (see
+    `CommError`). The errors are `PeerError` (another rank died, left or aborted), `CommTimeout`, `MismatchError` (the ranks
+    called different operations) and `CommError` after `abort`. Bad arguments do not fail the communicator.
+
+    A communicator can be used from several threads; operations run in the order of the calls. It cannot be used in a forked
+    child process. As a context manager it closes at the end of the block, and aborts first if an exception leaves the block.
+
+    With ``"nccl"``, the library is the one that torch has loaded, or the file that ``BW_NCCL_LIB`` names. If you use torch's
+    NCCL process groups too, call both from the same thread and in the same order on all ranks. Other settings of NCCL are its
+    own environment variables (``NCCL_NET``, ``NCCL_MIN_CTAS``, ``NCCL_IB_TC``, ...). A call of NCCL that hangs stays behind in
+    its own thread after the time limit.
 
     Args:
-        group: a torch ``ProcessGroup`` (only used to get to know each other), a `LocalRank`, or None: the default
-            process group if there is one, else a world of one rank.
-        backend: ``"shm"``, processes of one host that share memory; ``"local"``, threads of one process; ``"nccl"``,
-            CUDA tensors of processes on any number of hosts, each with a GPU; ``"c10d"``, CPU tensors of processes on any
-            hosts, over a process group of torch's that is this communicator's alone: of the backend that ``group`` has
-            for the CPU if it was registered with torch, else gloo; ``"auto"``, ``"local"`` for a `LocalRank` and a
-            world of one, ``"nccl"`` on CUDA, and on the CPU ``"shm"``, or ``"c10d"`` where not all ranks can share
-            memory. That is found by trying, and all ranks come to the same result.
-        timeout_s: how long an operation waits for its peers, from when the stream reaches it, before it raises
-            `CommTimeout`; a year at most. None: the timeout of ``group`` (``init_process_group(timeout=...)``), 600 where it
-            has none. Also bounds the making of the communicator; who has not come by then is named some seconds later.
-            After 10, 20, 40 s of any wait a line on stderr names those that are missing.
-        name: shown in messages; the same on all ranks.
-        device: of the tensors, as torch names it; None: the CPU. ``"local"`` is there for CUDA too: the ranks share one
-            device, and run their backward in their own threads (``torch.autograd.set_multithreading_enabled(False)``).
-        max_ctas, cta_policy: NCCL's (ncclConfig_t): most blocks of a kernel; ``"default"``, ``"efficiency"`` or ``"zero"``
-            (all-gathers by the copy engines; needs ``registered``). Its other settings are NCCL's own environment
-            variables (``NCCL_NET``, ``NCCL_MIN_CTAS``, ``NCCL_IB_TC``, ...). ``NCCL_COMM_BLOCKING=0`` is refused: a call of
-            NCCL ends before it returns, and one that hangs is left behind in its thread at the time limit.
-        registered: `pool` is memory that NCCL can register (`register_pool`). NCCL 2.27 or newer.
+        group: The ranks: a torch ``ProcessGroup`` or a `LocalRank`. A process group is used to connect the ranks only. None
+            means the default process group if there is one, else one rank.
+        backend: ``"auto"``, ``"shm"``, ``"c10d"``, ``"nccl"`` or ``"local"``, see above.
+        timeout_s: Seconds, or a timedelta, that an operation waits for the other ranks, counted from when the stream reaches
+            it, before it raises `CommTimeout`. At most a year. None means the timeout of the process group, or 600 without
+            one. It also limits the constructor; the error then names the missing ranks, some seconds after the limit. A rank
+            that waits prints a line on stderr after 10, 20, 40 s and so on, which names the missing ranks.
+        name: A name for messages, the same on all ranks. None means that rank 0 chooses one.
+        device: The device of the tensors, as torch names it. None means the CPU.
+        max_ctas: NCCL only: the most blocks (CTAs) of a kernel, as ``maxCTAs`` of ``ncclConfig_t``. None means NCCL's default.
+        cta_policy: NCCL only: ``"default"``, ``"efficiency"`` or ``"zero"``, as ``CTAPolicy`` of ``ncclConfig_t``. ``"zero"``
+            lets copy engines run all-gathers, and needs ``registered=True`` and NCCL 2.28 or newer.
+        registered: NCCL only: `pool` has memory that NCCL can register, see `register_pool`. Needs NCCL 2.27 or newer.
 
-    Making one is collective. Raises `ValueError` for bad arguments, `BuildError` when CUDA is asked for and its module
-    neither is there nor can be built, `DeviceError` when there is no NCCL to use, `CommError` or `CommTimeout` when it
-    cannot be made on all ranks (``"shm"``: also when they cannot share memory). NCCL's communicators have the
-    library that torch loaded, or the one that ``BW_NCCL_LIB`` names; calls of torch's own NCCL process groups must come
-    from the same thread as ours, in the same order on all ranks.
-
-    An operation that fails (`PeerError`: a peer died or left, `CommTimeout`, `MismatchError`: ranks called different
-    operations, or an `abort`) fails the communicator: every later call raises the same error, whose attributes
-    (`CommError`) tell what failed. Bad arguments do not. Not usable in a forked child. Thread-safe; the order of the
-    calls is the order of the operations.
-    """
+    Raises:
+        ValueError: A bad argument, different names on the ranks, or ``NCCL_COMM_BLOCKING=0``, which is not supported.
+        TypeError: An argument of the wrong type.
+        RuntimeError: ``WORLD_SIZE`` says that there are other ranks, but there is no process group.
+        BuildError: The native module for CUDA is missing and cannot be built.
+        DeviceError: There is no NCCL library.
+        CommError: The ranks cannot connect, or cannot share memory as ``"shm"`` needs.
+        CommTimeout: A rank has not made the communicator within ``timeout_s``."""
 
     def __init__(
         self,
@@ -130,17 +143,19 @@ class Communicator:
         cta_policy: str | None = None,
         registered: bool = False,
     ) -> tuple[Communicator, Communicator]:
-        """Two NCCL communicators over the same ranks: one for all-gathers, one for reduce-scatters, which then overlap.
+        """Makes two NCCL communicators over the same ranks, whose operations can overlap. Collective.
 
-        NCCL runs the operations of one communicator one after the other, whatever streams they are in. The two share
-        agreement (`post`, `collect`); a failure of one is one of both. Their names end in ``/ag`` and ``/rs``.
-        Every rank issues the operations of both in one order. ``max_ctas`` small enough for both kernels to be on the
-        device (8 and 16, say) lets them run at once.
+        The first is for all-gathers, the second for reduce-scatters. NCCL runs the operations of one communicator one after
+        the other, in whatever streams they are. The two communicators share `post` and `collect`, and if one fails, both fail.
+        All ranks must issue the operations of both in one order. For both kernels to run at once, set ``max_ctas`` so low that
+        both fit on the device, for example 8 or 16. Arguments are those of `Communicator`.
 
-        Where NCCL may have launched before bucketwheel was imported, without ``NCCL_LAUNCH_ORDER_IMPLICIT=1``, this
-        warns, and the operations of the two take turns. So they do, which ``features["overlap"]`` tells, where
-        ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1`` has NCCL share the resources of what is split.
-        """
+        If NCCL may have launched work before bucketwheel was imported, and ``NCCL_LAUNCH_ORDER_IMPLICIT`` is not 1, the call
+        warns and the operations of the two do not overlap. They do not overlap with ``NCCL_COMM_SPLIT_SHARE_RESOURCES=1``
+        either. ``features["overlap"]`` tells.
+
+        Returns:
+            The communicator for all-gathers, whose name ends in ``/ag``, and the one for reduce-scatters, ``/rs``."""
         _expect_arguments(group, "nccl", timeout_s, name, device)
         index = device_index(device)
         timeout_s = _limit_s(timeout_s, group, "nccl", index)
@@ -156,11 +171,18 @@ class Communicator:
         return gathers, reduces
 
     def split(self, color: int, key: int = 0, *, name: str | None = None) -> Communicator | None:
-        """A communicator of the ranks that give the same ``color``; None where it is negative. Collective.
+        """Makes a communicator of the ranks that pass the same ``color``. Collective over all ranks of this communicator.
 
-        New ranks are in the order of ``key``, then of the old ones. Device, options and time limit are this one's, and so is
-        the backend; ``"auto"`` looks anew, since of hosts apart those of one may share memory. Nothing else is shared.
-        """
+        Device, options, time limit and backend are those of this communicator; ``"auto"`` chooses again for the new ranks.
+        Nothing else is shared.
+
+        Args:
+            color: An int. A negative color makes no communicator for this rank.
+            key: New ranks are ordered by ``key``, then by their rank in this communicator.
+            name: A name for messages. None means a name made from this communicator's.
+
+        Returns:
+            The new communicator, or None if ``color`` is negative."""
         color, key = expect_int(color, "color", "a number"), expect_int(key, "key", "a number")
         _expect_name(name)
         number = next(self._ranks.splits)
@@ -200,7 +222,7 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """What messages and flight rings call it; the same on all ranks."""
+        """The communicator's name in messages and in the files of ``BW_TRACE_DIR``, the same on all ranks."""
         return self._native.name
 
     @property
@@ -210,21 +232,26 @@ class Communicator:
 
     @property
     def device(self) -> int:
-        """The index of the CUDA device of its tensors, or -1."""
+        """Index of the CUDA device of the tensors, or -1 for the CPU."""
         return int(self._native.device)
 
     @property
     def pool(self) -> Pool:
-        """Memory that peers read without a staging copy: the place for the inputs of collectives."""
+        """The pool for inputs of collectives. Other ranks read its memory without a staging copy."""
         return self._pool
 
     @property
     def features(self) -> dict[str, Any]:
-        """What this communicator does. Of NCCL: its version (``"nccl"``), whether it made windows of the pool's memory
-        (``"windows"``; 2.28.9 does so between hosts too), whether all-gathers may use the copy engines
-        (``"copy_engines"``), whether averages of what lies in the pool are made in float32, not in the dtype of the tensors
-        (``"symmetric_avg"``), whether it overlaps with the other of its pair (``"overlap"``). Of a pair, all-gathers are
-        those of `gathers`, and averages those of the other one. Between hosts the second and third are not certain."""
+        """Features of NCCL that this communicator uses; {} with other backends.
+
+        - ``"nccl"``: version of the library
+        - ``"windows"``: NCCL has registered the pool's memory as windows (between hosts too with 2.28.9)
+        - ``"copy_engines"``: all-gathers may run on copy engines
+        - ``"symmetric_avg"``: averages of tensors in the pool are computed in float32, not in the tensors' dtype
+        - ``"overlap"``: operations overlap with those of the other communicator of the pair
+
+        In a pair, ``"copy_engines"`` applies to the first communicator and ``"symmetric_avg"`` to the second. Between hosts
+        NCCL may decide against these two."""
         if self.backend != "nccl":
             return {}
         has_gathers = self._gathers is None
@@ -233,11 +260,13 @@ class Communicator:
         )
 
     def register_pool(self) -> int:
-        """Make registered memory of what the pool got from the system since the last time; how many slabs NCCL accepted.
+        """Registers with NCCL the memory that the pool has got from the system since the last call. Collective.
 
-        Collective, and only for ``registered=True``: all ranks must have made the same acquires in one order, and every
-        tensor of an operation must lie at the same place on all ranks (``BW_COMM_CHECK=1`` verifies that).
-        """
+        All ranks must have made the same acquires in the same order, and each tensor of an operation must have the same offset
+        on all ranks (``BW_COMM_CHECK=1`` checks this). Without ``registered=True`` the call does nothing.
+
+        Returns:
+            Number of slabs that NCCL has registered."""
         if not self._choices.registered:
             return 0
         with self._aborting_when_interrupted("register_pool"):
@@ -245,46 +274,56 @@ class Communicator:
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation waits for its peers, in seconds."""
+        """Seconds that an operation waits for the other ranks."""
         return self._ranks.timeout_s
 
     @property
     def stream(self) -> Any:
-        """The native stream that operations run on unless told otherwise."""
+        """The native stream in which operations run, unless a call names another one."""
         return self._native.stream
 
     @property
     def gathers(self) -> Communicator:
-        """Where this rank's all-gathers and broadcasts overlap its reduce-scatters: the other of a pair, else this one."""
+        """The communicator that runs this rank's all-gathers and broadcasts: the first of a pair, else this one."""
         return self if self._gathers is None else self._gathers
 
     @property
     def is_registered(self) -> bool:
-        """Whether the pool's memory is for `register_pool`: then all ranks must acquire in one order."""
+        """True if the pool's memory is for `register_pool`. All ranks must then acquire in the same order."""
         return self._choices.registered
 
     @property
     def max_payload_bytes(self) -> int:
-        """Most bytes that `post` takes."""
+        """Maximum length of a payload of `post`."""
         return core.MAX_PAYLOAD_BYTES
 
     def post(self, payload: bytes) -> None:
-        """Give this rank's payload of one round of agreement between the hosts; lengths may differ between ranks.
+        """Sends this rank's payload of one exchange of messages. Local; never blocks. Call `collect` next.
 
-        Beside the stream: neither waits for operations nor holds them up. `ValueError` when too long, or when the
-        round before has not been collected.
-        """
+        The host exchanges messages beside the operations on tensors: neither waits for the other. Lengths may differ between
+        ranks.
+
+        Args:
+            payload: Bytes, at most `max_payload_bytes`.
+
+        Raises:
+            ValueError: The payload is too long, or this rank has not collected the payloads of the previous exchange."""
         self._native.post(payload if type(payload) is bytes else payload_of(payload))
 
     def collect(self, timeout: float | timedelta | None = None) -> list[bytes]:
-        """Block until all ranks have posted; their payloads by rank.
+        """Blocks the host until all ranks have called `post`, and returns their payloads by rank. Collective.
 
-        Fails like an operation. `CommTimeout` after ``timeout`` seconds if given, which leaves the round open.
-        """
+        Args:
+            timeout: Seconds, or a timedelta. None means that only ``timeout_s`` of the communicator limits the wait.
+
+        Raises:
+            CommTimeout: Not all ranks have called `post` within ``timeout``. You may call `collect` again.
+            CommError: The communicator has failed."""
         return self._native.collect(None if timeout is None else seconds_of(timeout))
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """`post` and `collect`. Ctrl-C ends the wait, and aborts: the peers will find this rank at no later round."""
+        """Calls `post` and `collect`. Collective. If Ctrl-C interrupts the wait, the communicator aborts, so that the other ranks
+        raise."""
         return self._native.exchange(payload if type(payload) is bytes else payload_of(payload))
 
     @contextlib.contextmanager
@@ -295,7 +334,7 @@ class Communicator:
         except (Error, ValueError):
             raise
         except BaseException as error:
-            self.abort(f"{type(error).__name__} in {where}, while it waited for the others")
+            self.abort(f"{type(error).__name__} in {where}, while this rank waited for the others")
             raise
 
     # --- collectives of one tensor; those of lists are `all_gather` and `reduce_scatter` -------------------------------
@@ -309,15 +348,18 @@ class Communicator:
         after: Sequence[Handle] = (),
         timing: bool = False,
     ) -> Handle:
-        """Make ``tensor`` on every rank the sum of all ranks' (``op``: as in `reduce_scatter`), in place. Collective.
+        """Replaces ``tensor`` on all ranks by the sum over the ranks, in place. Collective.
 
-        Order and rounding of the sums are those of `reduce_scatter`; all ranks get the same bits. So do dtypes, streams,
-        ordering and errors, except that it counts as up to three operations: `Handle.seq` is that of the last, and a
-        `MismatchError` calls them by their names.
+        All ranks get the same bits. Dtypes, ``op``, the order and rounding of sums, streams, ordering and errors are those of
+        `reduce_scatter`. The call issues up to three operations: `Handle.seq` is the number of the last one, and a
+        `MismatchError` names them.
 
         Args:
-            tensor: contiguous, of any shape, on the communicator's device.
-        """
+            tensor: Contiguous, of any shape, on the communicator's device.
+            op: As in `reduce_scatter`.
+            stream: As in `all_gather`.
+            after: As in `all_gather`.
+            timing: As in `all_gather`."""
         native_op = native_op_of(op)
         if native_op == "avg":
             warn_of_rounded_average(self, [tensor])
@@ -335,12 +377,16 @@ class Communicator:
         after: Sequence[Handle] = (),
         timing: bool = False,
     ) -> Handle:
-        """Make ``tensor`` on every rank what it is on rank ``src`` of this communicator, in place. Collective; one operation,
-        in `gathers`. Streams, ordering and errors are as in `all_gather`.
+        """Replaces ``tensor`` on all ranks by that of rank ``src``, in place. Collective.
+
+        The call is one operation of `gathers`. Streams, ordering and errors are those of `all_gather`.
 
         Args:
-            tensor: contiguous, of any shape and dtype, on the communicator's device.
-        """
+            tensor: Contiguous, of any shape and dtype, on the communicator's device.
+            src: A rank of this communicator.
+            stream: As in `all_gather`.
+            after: As in `all_gather`.
+            timing: As in `all_gather`."""
         comm = self.gathers
         root = expect_int(src, "src", f"a rank, 0 to {self.size - 1}")
         options = (root, None if stream is None else native_stream(stream), natives_of(after), not not timing)
@@ -352,10 +398,17 @@ class Communicator:
         return Handle(handle, comm)
 
     def barrier(self, timeout: float | timedelta | None = None) -> Handle:
-        """Block the host until every rank has called this, and what it has enqueued before is done: on the CPU the operations
-        of this communicator, on CUDA what is in torch's current stream too. Collective; one operation, whose handle is
-        returned when it is over. `CommTimeout` after ``timeout`` (seconds), which leaves it running.
-        """
+        """Blocks the host until all ranks have called it and their earlier work is done. Collective.
+
+        Earlier work means the operations of this communicator, and on CUDA also the work in torch's current stream. The call
+        is one operation, and returns its handle.
+
+        Args:
+            timeout: Seconds, or a timedelta. None means that only ``timeout_s`` of the communicator limits the wait.
+
+        Raises:
+            CommTimeout: The barrier is not over after ``timeout``. The operation continues.
+            ValueError: ``timeout`` is negative."""
         seconds = seconds_of(timeout)  # before anything is enqueued
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
@@ -391,17 +444,21 @@ class Communicator:
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Fail the communicator on every rank: the next wait raises with ``reason``, `CommError` here and on the others
-        `PeerError` with this rank. Never blocks."""
+        """Fails the communicator on all ranks. Local; never blocks.
+
+        The next wait raises ``reason``: `CommError` on this rank, and on the others `PeerError` with this rank's number."""
         self._native.abort(str(reason))
 
     def close(self, timeout: float | timedelta | None = None) -> None:
-        """Wait for the operations in flight and say goodbye to the peers. Later calls raise `ClosedError`. Idempotent.
+        """Waits for the operations in flight and leaves the communicator. All ranks call it; further calls do nothing.
 
-        Operations that still run after ``timeout`` seconds fail. Results that are complete stay valid, and so do
-        leases of the pool. CUDA graphs that contain operations of an NCCL communicator go first: NCCL waits for them.
-        Peers that are still behind get all that they need of this rank.
-        """
+        Other calls after it raise `ClosedError`. Results that are complete stay valid, and so do leases of the pool. Ranks
+        that are still behind get all data that they need from this rank. With NCCL, delete CUDA graphs that contain operations
+        of the communicator first, because NCCL waits for them.
+
+        Args:
+            timeout: Seconds, or a timedelta. Operations that still run after it fail. None means that only ``timeout_s``
+                limits the wait."""
         self._native.close(seconds_of(timeout))
 
     def __enter__(self) -> Communicator:

@@ -31,7 +31,7 @@ def _connect(rendezvous: Rendezvous, name: str, threads: int) -> Any:
         options._devices = _devices()
         group = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
     except RuntimeError as error:
-        raise CommError(f"the ranks could not connect by gloo: {error}") from error
+        raise CommError(f"the ranks could not connect through gloo: {error}") from error
     set_default_timeout(group, _NO_TIMEOUT)
     return group
 

@@ -27,13 +27,13 @@ def _communicator_for(
     if isinstance(process_group, Communicator):
         if timeout_s is not None:
             raise ValueError(
-                f"timeout_s={timeout_s} is for the communicators that the optimizer makes; {argument} is one, which keeps "
-                "its own: give that to Communicator(timeout_s=...)"
+                f"timeout_s={timeout_s} is for communicators that the optimizer makes, but {argument} is a "
+                "Communicator with its own time limit: pass Communicator(timeout_s=...)"
             )
         if process_group.device != device_index(device):
             raise ValueError(
-                f"the parameters are on {device}, the communicator {process_group.name!r} is for "
-                f"{torch_device(process_group.device)}; make it with device={str(device)!r}"
+                f"the parameters are on {device}, but communicator {process_group.name!r} is on "
+                f"{torch_device(process_group.device)}; make the communicator with device={str(device)!r}"
             )
         return process_group
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -42,8 +42,8 @@ def _communicator_for(
     size = _size_of(process_group)
     if size < 0:  # torch's group of somebody else
         raise ValueError(
-            f"rank {dist.get_rank()} is not in {argument}; every rank passes the group that it belongs to, made by "
-            "dist.new_group on all ranks"
+            f"rank {dist.get_rank()} is not in {argument}; every rank must pass its own group, and all ranks must call "
+            "dist.new_group for each group"
         )
     if size == 1:
         return Communicator(process_group, name=name, device=device, timeout_s=timeout_s) if needs_one else None

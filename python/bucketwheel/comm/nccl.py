@@ -105,7 +105,7 @@ class _Check:
             until = time.monotonic() + patience.PATIENCE.peer_s
             while not (trouble := self._peers.trouble()) and time.monotonic() < until:
                 time.sleep(_PAUSE_S)
-            return f"this rank called {text}, and cannot ask what others did: {trouble or error}"
+            return f"this rank called {text}, but could not read the calls of other ranks: {trouble or error}"
 
     def _compare(self, comm: str, seq: int, text: str) -> str:
         keys = [f"check/{comm}/{seq}/{rank}" for rank in range(self._size)]
@@ -114,10 +114,10 @@ class _Check:
         while not has_keys(self._store, keys, max(min(until - time.monotonic(), patience.PATIENCE.peer_s), 0.0)):
             # The others' texts may have come meanwhile, and say more than that a peer has seen how they differ.
             if (trouble := self._peers.trouble()) and not self._store.check(keys):
-                return f"this rank called {text}, and others will not: {trouble}"
+                return f"this rank called {text}, but other ranks cannot: {trouble}"
             if time.monotonic() >= until:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                return f"this rank called {text}; ranks {missing} called nothing for {self._timeout_s} s"
+                return f"this rank called {text}; ranks {missing} made no call within {self._timeout_s} s"
         texts = [self._store.get(key).decode() for key in keys]
         if seq > 1:  # whoever has come here has read what was there before
             self._store.delete_key(f"check/{comm}/{seq - 1}/{self._rank}")
@@ -257,11 +257,11 @@ def _agree_on_nccl(setup: NcclSetup, *, has_order: bool) -> tuple[bytes, list[in
     everyone = rendezvous.exchange({**facts, "error": error, "choices": json.dumps(asdict(setup.choices), default=str)})
     failed = "".join(f"\n  rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"])
     if failed:
-        raise DeviceError(f"NCCL cannot be used on all ranks{failed}")
+        raise DeviceError(f"some ranks cannot use NCCL{failed}")
     versions = [one["version"] for one in everyone]
     if len(set(versions)) > 1:
         texts = [nccl_library.version_text(version) for version in versions]
-        raise DeviceError(f"ranks have different versions of NCCL: {texts} by rank; set BW_NCCL_LIB to one for all")
+        raise DeviceError(f"ranks have different versions of NCCL: {texts} (by rank); set BW_NCCL_LIB to one")
     wanted = [one["choices"] for one in everyone]
     if len(set(wanted)) > 1:
         raise ValueError(f"ranks gave different options to one communicator: {wanted}")

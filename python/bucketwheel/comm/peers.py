@@ -233,7 +233,7 @@ def _introduced(
     if not has_keys(rendezvous.store, list(keys.values()), rendezvous.left_s, given_up, size=rendezvous.size):
         missing = [other for other, key in keys.items() if not rendezvous.store.check([key])]
         raise CommTimeout(
-            f"the communicator was not made within {rendezvous.timeout_s:g} s: ranks {missing} have not come"
+            f"the communicator was not made within {rendezvous.timeout_s:g} s: ranks {missing} have not arrived"
         )
     return {other: json.loads(rendezvous.store.get(key)) for other, key in keys.items()}
 
@@ -267,7 +267,7 @@ def _answer_call(listener: socket.socket, me: dict[str, Any], peer: dict[str, An
             call.sendall(bytes.fromhex(peer["secret"]))
             return call
         call.close()
-    raise TimeoutError("the rank before has not called")
+    raise TimeoutError("the previous rank has not connected")
 
 
 def _reads(call: socket.socket, secret: str, until: float) -> bool:
@@ -375,7 +375,7 @@ class _Rounds:
         while not self._work.is_completed():
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
-                reason = f"round {self._number} of agreement was not over after {timeout} s"
+                reason = f"agreement round {self._number} did not finish within {timeout} s"
                 raise CommTimeout(self.peers.prefix + reason, reason=reason)
             if waited >= patience.PATIENCE.peer_s:  # a rank may have posted and gone, its payload still on the way
                 self.peers.expect_peers(what + told)

@@ -25,7 +25,7 @@ _PAUSE_S = (0.5e-3, 0.1)  # between two looks whether the Store has a key: the s
 _PAUSE_OF_RANK_S = 5e-5  # at least so much for each rank
 _PAUSE_SHARE = 0.02  # between these: so much of the time that it has taken so far
 
-_EVERY_RANK = "every rank of the group must make it (ShardedAdamW, sync_module, Communicator) within that time"
+_EVERY_RANK = "every rank must make the communicator (ShardedAdamW, sync_module, Communicator) within that time"
 
 _Call = Callable[[threading.Event], Any]
 
@@ -50,8 +50,8 @@ class Rendezvous:
         self._round = 0
         self._failed: dict[str, Any] = {}  # the outcome of the last round if ranks were missing: there is no other one
         self._what = f"call {call}" if call else "make a communicator (ShardedAdamW, sync_module, Communicator)"
-        self._failure = f"{call} has failed" if call else "the communicator was not made"
-        self._lacking = f"not called {call}: call it on all ranks" if call else f"not come; {_EVERY_RANK}"
+        self._failure = f"{call} could not finish" if call else "the communicator was not made"
+        self._lacking = f"not called {call}: call it on all ranks" if call else f"not arrived; {_EVERY_RANK}"
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None, timeout_s: float, call: str = "") -> Rendezvous:
@@ -86,8 +86,8 @@ class Rendezvous:
             missing = values["missing"]
             if self.rank in missing:
                 raise CommTimeout(
-                    f"{self._failure}: the other ranks gave up after {values['timeout_s']:g} s, before this one, rank "
-                    f"{self.rank}, came; they had {self._lacking}"
+                    f"{self._failure}: the other ranks gave up after {values['timeout_s']:g} s, before rank "
+                    f"{self.rank} arrived; ranks {_listed(missing)} had {self._lacking}"
                 )
             raise CommTimeout(self._too_late(f"ranks {_listed(missing)} have {self._lacking}"))
         return list(values)

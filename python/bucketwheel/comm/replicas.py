@@ -86,8 +86,8 @@ class Replicas:
         for comm in (shard, replicate):
             if comm.is_registered:
                 raise ValueError(
-                    f"communicator {comm.name!r} has registered=True, which does not go with replicate_group: partial "
-                    "sums are in plain memory; make it without"
+                    f"communicator {comm.name!r} has registered=True, which replicate_group does not support: partial "
+                    "sums are in plain memory; make it with registered=False"
                 )
         self.shard = shard
         self._natives = (*shard._natives, *replicate._natives)
@@ -142,7 +142,7 @@ class Replicas:
     def _raise_if_any(self, everyone: Sequence[tuple[str, str]]) -> None:
         problems = [found for found, _ in everyone if found]
         if not problems and len({digest for _, digest in everyone}) > 1:
-            problems.append("ranks of one process_group have replicas in different ones")
+            problems.append("ranks of one process_group have replicas in different process_groups")
         if problems:
             raise ValueError(
                 f"process_group and replicate_group do not fit: {problems[0]}. With S ranks to shard over and R "
@@ -157,12 +157,12 @@ class Replicas:
         for number, group in enumerate(table):
             if len(group) != self.shard.size:
                 return (
-                    f"where rank {r} of a replicate_group shards over {self.shard.size} ranks, {len(group)} ranks of "
-                    f"the process_group of rank {number} have a replicate_group"
+                    f"rank {r} of a replicate_group has a process_group of {self.shard.size} ranks, but the "
+                    f"process_group of rank {number} has {len(group)} ranks with a replicate_group"
                 )
         tokens = {token for group in table for token, _ in group}
         if [group[s] for group in table] != replicas or len(tokens) != self.size:
-            return f"the replicas of rank {s} of a process_group are not all rank {s} of others"
+            return f"rank {s} of a process_group has replicas that are not rank {s} of theirs"
         return ""
 
     # --- as one communicator would -----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Replicas:
         except BaseException as error:
             if (tie := self._tie) is not None:
                 tie.look()  # what a peer has failed is a PeerError in both, and not an abort of this rank's
-            self.abort(f"{type(error).__name__} in the other group of replicate_group: {error}")
+            self.abort(f"{type(error).__name__} in the other group (process_group or replicate_group): {error}")
             raise
 
     # --- reducing ----------------------------------------------------------------------------------------------------

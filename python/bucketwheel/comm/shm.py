@@ -44,7 +44,7 @@ class NoSharedMemory(CannotShare):
 class NotConnected(CannotShare):
     """The ranks share a host, for every socket that was called is there, and something else went wrong."""
 
-    what = "found each other on one host and could not be connected"
+    what = "are on one host but could not connect"
 
 
 def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
@@ -121,7 +121,7 @@ class _Links:
                 time.sleep(_PAUSE_S)  # too many call
             if error:
                 self.has_found_all = error != errno.ECONNREFUSED  # nobody listens there
-                raise OSError(error, f"calling rank {rank}: {os.strerror(error)}")
+                raise OSError(error, f"cannot connect to rank {rank}: {os.strerror(error)}")
             if not _is_peer(call, peer):
                 raise ConnectionRefusedError(
                     f"the socket of rank {rank} belongs to another process than pid {peer['pid']}"
@@ -167,7 +167,7 @@ class _Acceptor:
             while len(self.accepted) < missing and not self._is_stopped:
                 now = time.monotonic()
                 if now >= self._links.until:
-                    raise TimeoutError(f"{missing - len(self.accepted)} of the higher ranks have not called")
+                    raise TimeoutError(f"{missing - len(self.accepted)} of the higher ranks have not connected")
                 for key, _ in waiting.select(_LOOK_S):
                     if key.fileobj is self._listener:
                         self._take_call(waiting, unknown)
@@ -218,10 +218,10 @@ class _Acceptor:
             pid, uid = _credentials(call)
             peer = self._links.peers[rank]
             raise ConnectionRefusedError(
-                f"pid {pid} of user {uid} called as rank {rank}, which is pid {peer['pid']} of user {peer['uid']}"
+                f"pid {pid} of user {uid} connected as rank {rank}, which is pid {peer['pid']} of user {peer['uid']}"
             )
         if version != _VERSION:
-            raise ConnectionRefusedError(f"rank {rank} runs another version of bucketwheel than this, {__version__}")
+            raise ConnectionRefusedError(f"rank {rank} does not run bucketwheel {__version__} as this rank does")
         return rank
 
     def _hang_up(self, waiting: selectors.BaseSelector, call: socket.socket) -> None:

@@ -16,12 +16,10 @@ from bucketwheel.comm.replicas import Reducer
 from bucketwheel.layout.flat_params import ParamInfo
 
 _NO_INPUTS = (
-    "A rank whose inputs are used up goes on making the optimizer's calls without a backward, until no rank has inputs "
-    'left (docs/parallelism.md, "Ranks with fewer inputs")'
+    "A rank without further inputs must go on calling the optimizer, without a backward, until no rank has inputs "
+    'left (docs/several_hosts.md, "Ranks with fewer inputs")'
 )
-NO_JOIN = (
-    f"ShardedAdamW does not take part in that: its collectives would wait for ranks that have joined. {_NO_INPUTS}"
-)
+NO_JOIN = f"ShardedAdamW does not support Join: its collectives would wait for ranks that have joined. {_NO_INPUTS}"
 # As sharded_adamw.py calls them.
 _CHANGES = ("a change of param_groups", "taking in what was frozen", "add_param_group")
 REFUSED = "refused"  # what a rank exchanges in the place of a call: the text of its error follows
@@ -39,14 +37,14 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
     )
     if any(call.startswith(_CHANGES) for call in calls):
         remedy = (
-            "All ranks must change param_groups alike (and requires_grad of what is in them) between the same two calls; "
-            "once they are alike, go on"
+            "All ranks must make the same changes to param_groups (and to requires_grad of their parameters) between "
+            "the same two calls. Make them on all ranks, then go on"
         )
     if "close" in calls:
         remedy = _NO_INPUTS
     if all(call.startswith("bw.checkpoint.") for call in calls):
         remedy = "All ranks must make the same call with the same folder"
-    raise RuntimeError(f"ranks did different things with their gradients: {', '.join(calls)} (by rank). {remedy}")
+    raise RuntimeError(f"ranks made different optimizer calls: {', '.join(calls)} (by rank). {remedy}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def raise_different_facts(comm: Reducer, facts: Facts) -> NoReturn:
     at = 0
     while at < max(map(len, everyone)) and len({other[at : at + 4] for other in everyone}) == 1:
         at += 4
-    name, value = [*mine.items(), ("what follows", "nothing")][min(at // 4, len(mine))]
+    name, value = [*mine.items(), ("later facts", "nothing")][min(at // 4, len(mine))]
     said = [str(other, "utf-8") for other in comm.exchange(f"{name} {value}".encode()[: comm.max_payload_bytes // 2])]
     by_rank = ", ".join(
         f"{text.removeprefix(name).strip()} on rank{'s' * (said.count(text) > 1)} "
@@ -73,23 +71,23 @@ def raise_different_facts(comm: Reducer, facts: Facts) -> NoReturn:
         for text in dict.fromkeys(said)
     )
     raise RuntimeError(
-        f"ranks disagree on {name}: {by_rank}; nothing has been updated. Every rank must set the same: reduce what it is "
-        "made of (a loss, a metric) over the ranks first"
+        f"ranks disagree on {name}: {by_rank}; nothing has been updated. Every rank must set the same value: if it "
+        "depends on a loss or a metric, all-reduce that first"
     )
 
 
 def raise_partly_replaced(infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     raise RuntimeError(
-        f"some ranks replaced or dropped the gradients of {_names(infos, indices)} and others did not, or had none to "
-        "drop yet; where some ranks skip a backward, call optimizer.grad_sync() on all of them before "
-        "optimizer.zero_grad(); drop gradients on all ranks or on none. To go on from here, call zero_grad() on all"
+        f"some ranks replaced or dropped the gradients of {_names(infos, indices)} and other ranks did not, or had no "
+        "gradients yet; drop gradients on all ranks or on none. If some ranks skip a backward, call "
+        "optimizer.grad_sync() on all ranks before optimizer.zero_grad(). To go on now, call zero_grad() on all ranks"
     )
 
 
 def raise_different_factors(infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     raise RuntimeError(
-        f"ranks scaled the gradients of {_names(infos, indices)} differently; scale by the same factor on all ranks, "
-        "after optimizer.grad_sync() where ranks use different parameters"
+        f"ranks scaled the gradients of {_names(infos, indices)} differently; scale by the same factor on all ranks. "
+        "If ranks use different parameters, call optimizer.grad_sync() first"
     )
 
 
@@ -97,10 +95,10 @@ def raise_different_questions(
     infos: Sequence[ParamInfo], what: str, counts: Sequence[int], missing: Sequence[int]
 ) -> NoReturn:
     """``counts``: of how many gradients each rank asked for ``what``. ``missing``: those that this rank did not list."""
-    hint = f" This rank had no gradient for {_names(infos, missing)} when it asked." if missing else ""
+    hint = f" This rank asked without a gradient for {_names(infos, missing)}." if missing else ""
     raise RuntimeError(
-        f"ranks asked for the {what} of different gradients, {list(counts)} of them.{hint} Where ranks use different "
-        "parameters call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
+        f"ranks asked for the {what} of different gradients: {list(counts)} gradients (by rank).{hint} If ranks use "
+        "different parameters, call optimizer.grad_sync() first, or optimizer.clip_grad_norm_()"
     )
 
 
@@ -120,8 +118,8 @@ def refuse(comm: Reducer, text: str, *, is_learnt: bool) -> NoReturn:
 def refuse_private(comm: Reducer, infos: Sequence[ParamInfo], indices: Sequence[int]) -> NoReturn:
     """[Note: static graph] Those without these gradients would never hear of the factor."""
     text = (
-        f"static_graph=True: cannot scale the gradients of {_names(infos, indices)}, which some ranks do not have, "
-        "before they are reduced; call optimizer.grad_sync() first, on all ranks"
+        f"static_graph=True: the gradients of {_names(infos, indices)} cannot be scaled before they are reduced, "
+        "because some ranks do not have them; call optimizer.grad_sync() first, on all ranks"
     )
     refuse(comm, text, is_learnt=True)
 
@@ -129,8 +127,8 @@ def refuse_private(comm: Reducer, infos: Sequence[ParamInfo], indices: Sequence[
 def break_promise(comm: Reducer, info: ParamInfo) -> NoReturn:
     """[Note: static graph] Aborts the communicator: there is no agreement in which the other ranks would be told."""
     text = (
-        f"static_graph=True, but the gradients of parameter {info.name!r} on rank {comm.rank} are not those of the "
-        "first step (missing, new, more of them, or dropped before a step); make the optimizer without static_graph"
+        f"static_graph=True, but the gradients of parameter {info.name!r} on rank {comm.rank} differ from the "
+        "first step (missing, new, repeated, or dropped before a step); make the optimizer without static_graph"
     )
     comm.abort(text)
     raise RuntimeError(text)
@@ -147,8 +145,8 @@ def warn_of_late_round() -> None:
     """Once in a process."""
     if _warning_is_due.acquire(blocking=False):
         warnings.warn(
-            "a gradient came after its bucket had been reduced, here or on another rank, so some buckets are reduced "
-            "a second time when the window closes, which costs time and memory: run every backward but the last one "
+            "a gradient came after its bucket had been reduced, on this rank or another one, so some buckets are "
+            "reduced twice in this step, which costs time and memory: run every backward but the last one "
             "before a step inside optimizer.no_sync(), and checkpoint with use_reentrant=False (docs/frameworks.md has the code "
             "for Trainer, Accelerate, Lightning and Fabric)",
             stacklevel=2,

@@ -64,8 +64,8 @@ def expect_gradient_of(info: ParamInfo, grad: Tensor) -> None:
         )
     if grad.dtype != info.dtype and info.param.grad_dtype is not None:
         raise RuntimeError(
-            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder, which is "
-            f"{info.dtype}, cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
+            f"parameter {info.name!r} has grad_dtype={info.param.grad_dtype}, so its placeholder of "
+            f"{info.dtype} cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype"
         )
 
 

@@ -45,8 +45,8 @@ class Captures:
             self._expect_capturable("gradients")
             if not is_learnt:
                 raise CaptureError(
-                    "the first gradients came under CUDA graph capture: run a whole step before it, in which the "
-                    "ranks agree on which parameters have gradients"
+                    "the first gradients came under CUDA graph capture: run a whole step before the capture, so that "
+                    "the ranks agree on the parameters with gradients"
                 )
             self.expect_own_grads(has_grads, has_plain)
         self._of_window = now
@@ -80,9 +80,9 @@ class Captures:
         now = core.capture_id(self._device)
         if self._is_lost(now):
             raise CaptureError(
-                "a backward was captured in a CUDA graph, but not the end of its sync window (the capture failed, or "
-                "ended before step, clip_grad_norm_ or grad_sync): its gradients will never come; call zero_grad on "
-                "all ranks to forget them"
+                "a CUDA graph captured a backward but not the end of its sync window (the capture failed, or ended "
+                "before step, clip_grad_norm_ or grad_sync): the gradients of that backward are lost; call zero_grad "
+                "on all ranks"
             )
         return now
 
@@ -105,8 +105,8 @@ class Captures:
         """RuntimeError once there has been a captured window: ``what`` moves what its graph reads and writes."""
         if self._has_any:
             raise RuntimeError(
-                f"{what} after a step was captured in a CUDA graph: graphs hold the addresses of step counts, shards "
-                "and buckets, which would change; close this optimizer, and capture with a new one of all parameters"
+                f"{what} after a step was captured in a CUDA graph: the graph uses the addresses of step counts, "
+                "shards and buckets, which would change; close this optimizer and make a new one of all parameters"
             )
 
     def expect_no_replay(self, what: str) -> None:
@@ -114,14 +114,14 @@ class Captures:
         if self._has_any:
             raise CaptureError(
                 f"{what} found no gradients: p.grad was dropped outside of the CUDA graph (zero_grad), and a replay "
-                "that brings new ones does not put it back; capture zero_grad with the backward and call it nowhere "
-                "else, or run one whole step without the graph first"
+                "does not restore p.grad; call zero_grad only inside the capture, with the backward, or run one whole "
+                "step without the graph first"
             )
 
     def refuse_scaler(self) -> None:
         if core.is_capturing(self._device):
             raise CaptureError(
-                "torch's GradScaler decides on the host whether to step, which a CUDA graph cannot: capture forward, "
+                "torch's GradScaler decides on the host whether to step, which cannot be captured: capture forward, "
                 "backward and optimizer.grad_sync(), and call the scaler's unscale_, step and update after each "
                 "replay"
             )
@@ -137,6 +137,6 @@ class Captures:
         ``p.grad``; ``has_plain``: some that no window has taken, in memory that a replay would not find filled again."""
         if has_plain or (has_grads and not self._has_grads):
             raise CaptureError(
-                "the gradients came before the CUDA graph capture, so a replay would not have new ones: capture "
-                "zero_grad, forward, backward and what follows together"
+                "the gradients came before the CUDA graph capture, so a replay would not renew them: capture "
+                "the whole step, from zero_grad and forward to step"
             )

@@ -159,7 +159,7 @@ class ShardedGrad(Tensor):
         if self.is_in_reducer and grad._is_view():
             raise ShardedGradError(
                 f"DistributedDataParallel(gradient_as_bucket_view=True) replaced the gradient of {self.param_name!r}; "
-                "use the model without the wrapper, which has nothing left to reduce"
+                "use the model without the wrapper: bucketwheel reduces its gradients"
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -221,22 +221,22 @@ for _name in """item tolist numpy data_ptr storage share_memory_ pin_memory __ar
     setattr(ShardedGrad, _name, _refusing(_name))
 ShardedGrad.untyped_storage = _untyped_storage  # type: ignore[assignment, method-assign]
 
-_IN_PLACE = " In place, p.grad.mul_(s) and p.grad /= n work, and cost nothing: the next step applies the factor."
-_ADD = " In place, p.grad.add_(x, alpha=a) works, and adds the mean of the ranks' x."
+_IN_PLACE = " p.grad.mul_(s) and p.grad /= n work in place, at no cost: the next step applies the factor."
+_ADD = " p.grad.add_(x, alpha=a) works in place, and adds the mean of x over the ranks."
 _HINTS = (
     *((f"aten.{name}.", _IN_PLACE) for name in ("mul", "div", "neg", "clone", "_foreach_mul", "_foreach_div")),
-    *((f"aten.{name}", " With two numbers p.grad.clamp_(low, high) works.") for name in ("clamp.", "clamp_.Tensor")),
-    ("aten.add.Tensor", f"{_ADD} If this is backward(create_graph=True): it is not supported with sharded gradients."),
+    *((f"aten.{name}", " p.grad.clamp_(low, high) works with two numbers.") for name in ("clamp.", "clamp_.Tensor")),
+    ("aten.add.Tensor", f"{_ADD} backward(create_graph=True) is not supported with sharded gradients."),
     ("aten.sub.Tensor", _ADD),
     ("aten._to_copy", " To change the model's memory format, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),
     ("aten.copy_", " To replace a gradient, assign a tensor: p.grad = tensor."),
-    ("c10d", " It needs no reduction: the optimizer reduces it."),
-    (".step", " Step the optimizer that holds it (a wrapper that calls its step sets steps_sharded_grads = True)."),
+    ("c10d", " The optimizer reduces it: call no collective on it."),
+    (".step", " Call step() of its ShardedAdamW (a wrapper that does so sets steps_sharded_grads = True)."),
 )
 _IN_BACKWARD = (
-    ". Hooks get this rank's values in p.grad if every backward of the step runs inside optimizer.no_sync(), and otherwise "
-    "those of register_post_accumulate_grad_hook in the first backward alone; or do it after backward."
+    ". Do it after backward. A hook sees this rank's values in p.grad if every backward of the step runs inside "
+    "optimizer.no_sync(); without no_sync(), only register_post_accumulate_grad_hook does, in the first backward."
 )
 _CALLS = {"_to_copy": "to", "_local_scalar_dense": "item"}  # what the caller wrote, by the operator that it becomes
 
@@ -432,8 +432,8 @@ def _detach(op: Any, grad: ShardedGrad) -> Tensor:
 @functools.cache
 def _warn_of_reducer() -> None:
     warnings.warn(
-        "the model is wrapped in DistributedDataParallel, but its gradients are reduced by a bucketwheel optimizer; "
-        "the wrapper only costs time, use the model without it",
+        "the model is wrapped in DistributedDataParallel, but a bucketwheel optimizer reduces its gradients; "
+        "the wrapper only costs time: use the model without the wrapper",
         stacklevel=2,
     )
 

@@ -114,8 +114,8 @@ class UnfrozenGrads:
         shape = tuple(self._placeholders[indices[0]].shape)
         text = (
             f"{what}: a parameter of shape {shape} is new in param_groups or was frozen when the optimizer was made, and "
-            "its first gradient is not reduced yet; call optimizer.grad_sync() (or clip_grad_norm_ of the optimizer) on all "
-            "ranks before torch's own"
+            "its first gradient is not reduced yet; call optimizer.grad_sync() or optimizer.clip_grad_norm_() on all "
+            "ranks before torch's functions"
         )
         if (refuse := self._refuse()) is not None:
             refuse(text)

@@ -264,7 +264,7 @@ class GradWindow:
                 deviating = native.find_deviation(native.look().translate(_IS_HELD))
                 if deviating >= 0:  # others may never launch what is launched here
                     name = self.infos[deviating].name
-                    self.comm.abort(f"static_graph=True: closed after gradients of parameter {name!r} had been dropped")
+                    self.comm.abort(f"static_graph=True: closed after the gradients of {name!r} had been dropped")
                     return
             native.flush(bytes(len(self.infos)))
             if native.is_learnt:
@@ -330,7 +330,7 @@ class GradWindow:
 
     def expect_outside_no_sync(self, what: str) -> None:
         if self._no_sync_depth:
-            raise RuntimeError(f"{what} inside no_sync(), whose gradients are not to be reduced yet: leave that first")
+            raise RuntimeError(f"{what} inside no_sync(), which keeps gradients unreduced: leave no_sync() first")
 
     def refuse(self, text: str) -> NoReturn:
         """RuntimeError with ``text``, and one on every other rank. Collective for those that are not refused."""
@@ -347,7 +347,7 @@ class GradWindow:
         for rank, other in enumerate(everyone):
             if other:
                 raise ValueError(
-                    f"{what} has failed on rank {rank}, so no rank has done it: {str(other, 'utf-8', 'ignore')}"
+                    f"{what} has failed on rank {rank} and was cancelled on all ranks: {str(other, 'utf-8', 'ignore')}"
                 )
 
     # --- what stock code asks of placeholders (`GradOwner`) ----------------------------------------------------------

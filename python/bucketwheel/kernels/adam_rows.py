@@ -303,8 +303,8 @@ class AdamRows:
             return lr.detach().to(torch.float32).reshape(1)
         if core.is_capturing(self._device):
             raise CaptureError(
-                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: give "
-                "one on the parameters' device, lr=torch.tensor(1e-3, device='cuda'), or a float, which stays as it "
-                "is in the graph"
+                "a learning rate is a tensor on the CPU, which replays of a CUDA graph would not read again: pass a "
+                "tensor on the parameters' device, lr=torch.tensor(1e-3, device='cuda'), or a float, which is constant "
+                "in the graph"
             )
         return None

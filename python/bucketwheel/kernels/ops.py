@@ -1,7 +1,6 @@
-"""Operations on plain tensor lists, for research code: the kernels, and the collectives of `collectives`.
+"""Operations on plain lists of tensors: the Adam step, the L2 norm, and the collectives of `comm`.
 
-Every function checks all its arguments before it changes anything, and names the offending index in what it raises.
-"""
+Each function checks all its arguments before it changes anything. Its errors name the index of the tensor."""
 
 from __future__ import annotations
 
@@ -49,58 +48,69 @@ def adam_step(
     param_ids: Sequence[int] | None = None,
     on_external_update: Literal["ignore", "resync"] = "ignore",
 ) -> None:
-    """One Adam step over lists of tensors of one device, in place and in one native call.
+    """Takes one Adam step over lists of tensors on one device, in place and in one native call. Local.
 
-    For each tensor, with t its step and g = ``grad_scale`` * grad (-g to ``maximize``)::
+    For each tensor, ``t`` is its step and ``g`` is ``grad_scale * grad``, or ``-grad_scale * grad`` with ``maximize``. A step
+    does this in float32, and in float64 for float64 parameters:
 
-        p = p * (1 - lr * weight_decay)             or, not decoupled: g = g + weight_decay * p
+        p = p * (1 - lr * weight_decay)                    if decoupled
+        g = g + weight_decay * p                           if not decoupled
         m = m + (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         p = p - lr / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
 
-    with the largest v so far in place of v in the last line where ``max_exp_avg_sqs`` holds it (amsgrad). Computed in
-    float32, and in float64 for float64 parameters.
+    With ``max_exp_avg_sqs`` (amsgrad) the last line uses the largest ``v`` so far. AdamW is Algorithm 2 of Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md has the exact order of operations. The result has the
+    same bits for any number of threads, any division into tensors, any alignment and any processor, CPU or GPU, except for NaN
+    payloads.
 
-    AdamW is Algorithm 2 of Loshchilov & Hutter, "Decoupled Weight Decay Regularization". docs/numerics.md gives the
-    exact order of operations. The result is bitwise the same for any number of threads, division into tensors,
-    alignment and processor, CPU or GPU (NaN payloads excepted).
+    On CUDA all work runs in torch's current stream, and the host does not wait for the device. The step reads values of
+    ``lr``, ``grad_scale``, ``noop`` and ``steps`` that are CUDA tensors when it runs, and again in each replay of a CUDA
+    graph.
 
-    On CUDA everything runs in torch's current stream and nothing waits for the device. ``lr``, ``grad_scale``, ``noop``
-    and ``steps`` that are CUDA tensors are read when the step runs, so also anew in every replay of a CUDA graph.
+    All tensors of one index have the same shape and the same strides. Lists and tensors may be empty.
 
     Args:
-        params: float32, bfloat16, float16 or float64. Any shape; non-overlapping and dense.
-        grads: float32, bfloat16 or float16; float64 for a float64 parameter. Read only: they are not scaled in place.
-        exp_avgs, exp_avg_sqs: m and v, both float32 or both bfloat16; float64 for a float64 parameter.
-        steps: the step being taken, counted from 1, as one int or one for each tensor; or tensors of one element
-            (float32 or int64) that hold the steps taken so far and are advanced by one, as in ``torch.optim``.
-            A tensor listed several times advances once.
-        grad_scale: factor of every gradient, rounded to float32 (but for float64): 1 / world size, 1 / loss scale, a
-            clip coefficient.
-        noop: one element of any dtype; if it is not zero (NaN is not), nothing changes, the steps included.
-        max_exp_avg_sqs: for each parameter the running maximum of v (amsgrad), of v's dtype, or None.
-        master_params: for each bfloat16 or float16 parameter its float32 master, or None. The master is updated and
-            the parameter becomes its value rounded to nearest even.
-        remainders: for each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The
-            two are updated together, and the parameter is the master rounded to nearest (halves away from zero). Zeros
-            where there is only a bfloat16 weight yet. docs/numerics.md gives the format.
-        state_rounding: of a bfloat16 v; m is rounded to nearest even. A v that is rounded to nearest does not decay at
-            all where 1 - beta2 < 2**-8, which is warned about once.
-            A bfloat16 parameter with neither master nor remainder is rounded to nearest even, and so ignores updates
-            smaller than half its last place.
-        seed, param_ids: what the random bits of stochastic rounding depend on, beside the step and the element's place
-            in its parameter (in memory order). ``param_ids`` (default: the index in the list) names the parameters.
-
-        on_external_update: "ignore": the old value of a parameter with a master is not read. "resync": where it is not what
-            the master rounds to, it takes the master's place, element by element.
-
-    All tensors of one index have the same shape and the same strides. Lists may be empty, and so may tensors.
+        params: Parameters of any shape, non-overlapping and dense. Dtypes float32, bfloat16, float16 or float64.
+        grads: Gradients, read only. Dtypes float32, bfloat16 or float16; float64 for a float64 parameter.
+        exp_avgs: The first moments ``m``. Dtypes float32 or bfloat16; float64 for a float64 parameter.
+        exp_avg_sqs: The second moments ``v``, of the same dtype as ``m``.
+        steps: The number of this step, which counts from 1: one int, or one int for each tensor. Or one tensor of one element
+            for each (float32 or int64) with the number of steps taken so far, as in ``torch.optim``. The step adds one to each
+            of these tensors. A tensor that is in the list several times advances once.
+        lr: The learning rate.
+        betas: The coefficients ``(beta1, beta2)`` of the moments.
+        eps: The number that is added to the denominator.
+        weight_decay: The weight decay coefficient.
+        grad_scale: A factor of all gradients, rounded to float32 except for float64 parameters: 1 / world size, 1 / loss
+            scale, or a clip coefficient.
+        noop: A tensor of one element, of any dtype. If it is not zero (NaN is not zero), nothing changes, including ``steps``.
+        max_exp_avg_sqs: For each parameter the largest ``v`` so far (amsgrad), of the dtype of ``v``, or None. A bfloat16
+            tensor is rounded to nearest even.
+        master_params: For each bfloat16 or float16 parameter its float32 master, or None. The step updates the master, and the
+            parameter becomes the master rounded to nearest even.
+        remainders: For each bfloat16 parameter the 16 bits that it lacks to a float32 master, as int16, or None. The step
+            updates both together. The parameter is the master rounded to nearest (halves away from zero). Begin with zeros if
+            there is only a bfloat16 weight. docs/numerics.md has the format. A parameter cannot have both a master and a
+            remainder. A bfloat16 parameter with neither is rounded to nearest even, so it ignores updates smaller than half
+            its last place.
+        decoupled: True decays weights as AdamW. False adds weight decay to the gradient (L2), as Adam.
+        maximize: Maximize the objective.
+        state_rounding: How a bfloat16 ``v`` is rounded: ``"stochastic"``, or ``"nearest"`` (even). A bfloat16 ``m`` is always
+            rounded to nearest even. With ``"nearest"``, ``v`` does not decay at all if ``1 - beta2 < 2**-8``; the function
+            warns once for each such beta2.
+        seed: The seed of stochastic rounding, from 0 to ``2**64 - 1``. Random bits depend on the seed, the parameter's number,
+            the step, and the place of the element in its parameter (in memory order).
+        param_ids: For each parameter its number for stochastic rounding, from 0 to ``2**30 - 1``. None means its index in the
+            list.
+        on_external_update: With ``"ignore"``, the step does not read the old value of a parameter that has a master. With
+            ``"resync"``, an element that differs from its rounded master replaces the master.
 
     Raises:
-        ValueError: lengths, shapes or strides differ, a tensor has gaps or overlaps itself or another of its index,
-            tensors are on different devices, or a step is below 1. Nothing has changed.
-        TypeError: a dtype outside those above, or not a tensor. Nothing has changed.
-    """
+        ValueError: Lengths, shapes or strides differ, a tensor has gaps or shares memory with itself or with another tensor of
+            its index, tensors are on different devices, a step is below 1, or ``steps`` has CPU tensors and ``noop`` is a CUDA
+            tensor. Nothing has changed.
+        TypeError: A dtype that is not listed above, or an argument that is not a tensor. Nothing has changed."""
     module = native()
     device = _device_of(params)
     if state_rounding not in ("stochastic", "nearest"):
@@ -205,27 +215,26 @@ def l2_norm(
 def l2_norm(
     tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, return_nonfinite: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The L2 norm of a list of tensors of one device taken as one vector, or of each of them.
+    """Computes the L2 norm of tensors on one device, as one vector or one norm for each tensor. Local.
 
-    Squares are added in double and in a fixed order, so the result does not overflow for finite elements and is bitwise
-    the same in every run, for any number of threads and on any processor. It does depend on how the elements are
-    divided into tensors and, in the last bit, on their order in memory.
+    Squares are added in float64 and in a fixed order. So the sum does not overflow for finite elements, except of float64
+    tensors, and has the same bits in every run, for any number of threads and on any processor. The result depends on the
+    division of elements into tensors and, in the last bit, on the order of elements in memory.
 
     Args:
-        tensors: float32, bfloat16, float16 or float64, of any shapes, non-overlapping and dense. May be empty, list and
-            tensors. Squares of float64 elements are rounded to double, and overflow to infinity from 1.3e154 on.
-        per_tensor: return a norm for each tensor.
-        return_nonfinite: return also whether there is an infinity or a NaN, or a sum of float64 squares has overflowed.
+        tensors: Tensors of any shape, non-overlapping and dense. Dtypes float32, bfloat16, float16 or float64. The list and
+            the tensors may be empty. Squares of float64 elements overflow to infinity from 1.3e154 on.
+        per_tensor: Return one norm for each tensor.
+        return_nonfinite: Also return whether an element is infinite or NaN, or a sum of float64 squares has overflowed.
 
     Returns:
-        A float64 tensor of shape [] (or [len(tensors)]) on the tensors' device (for no tensors: the CPU); nothing waits
-        for the device. With ``return_nonfinite`` also a bool tensor of the same shape. As in torch, an infinite element
-        gives infinity, and a NaN gives NaN.
+        A float64 tensor of shape [], or [len(tensors)] with ``per_tensor``, on the tensors' device (the CPU for an empty
+            list). The host does not wait for the device. With ``return_nonfinite``, the tensor and a bool tensor of the same
+            shape. As in torch, an infinite element gives infinity and a NaN gives NaN.
 
     Raises:
-        ValueError: a tensor has gaps or overlaps itself, or tensors are on different devices.
-        TypeError: another dtype, or not a tensor.
-    """
+        ValueError: A tensor has gaps or overlaps itself, or tensors are on different devices.
+        TypeError: A dtype that is not listed above, or an argument that is not a tensor."""
     device = _device_of(tensors)
     if device != CPU:
         like: Any = {"dtype": torch.float64, "device": torch_device(device)}
@@ -275,7 +284,7 @@ def _adam_step_cuda(
     count = _StepCounts(steps, len(params), device)
     if noop is not None:
         if count.on_host:
-            raise ValueError("steps on the cpu cannot follow a noop that is on the device: put them on the device too")
+            raise ValueError("steps on the cpu cannot follow noop, which is on the device: put steps on the device too")
         noop = (noop != 0).to(torch.float32).reshape(1)
     factors, average = None, 1.0
     if isinstance(grad_scale, torch.Tensor):

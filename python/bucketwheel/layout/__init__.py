@@ -1,8 +1,8 @@
-"""Where each element of a parameter lies: in its bucket, in the shard of a rank, in a master copy.
+"""Memory of parameters: where each element lies in its bucket, in the shard of a rank, and in a master weight.
 
-Uses `pool` and below. Start with `packing.py`, which decides it in pure code from sizes; `flat_params.py` moves the
-parameters there, `shards.py` is what one rank owns, `precision.py` and `masters.py` say in which dtypes.
-"""
+Uses `pool` and below. Start with `packing.py`, pure code that computes places from sizes. `flat_params.py` moves parameters to
+their places, and `leased_params.py` does so while they are gathered. `shard_store.py` is the memory that one rank owns.
+`precision.py` and `masters.py` decide the dtypes."""
 
 from bucketwheel.layout.packing import Packing, PackItem, pack
 

@@ -49,7 +49,7 @@ def expect_same_memory_kind(info: ParamInfo, shape: torch.Size) -> None:
         raise RuntimeError(
             f"parameter {info.name!r} was {info.dtype} {tuple(shape)} on {info.device} when the optimizer was made and is "
             f"{param.dtype} {tuple(param.shape)} on {param.device} now: the model was converted or moved in between; "
-            "close() this optimizer and make another. Next time convert or move the model first, then make the optimizer"
+            "close() this optimizer and make a new one. In your script convert or move the model first"
         )
 
 
@@ -79,8 +79,8 @@ def expect_apart(infos: Sequence[ParamInfo], others: Iterable[tuple[str, Tensor]
             far, other = reach.get((device, is_trained), (begin, ""))
             if far > begin:
                 raise ValueError(
-                    f"{name!r} shares memory with {other!r} but is not the same Parameter, so that training would set "
-                    "them apart. Tie them as one (b.weight = a.weight, not b.weight.data = a.weight.data), or give one "
+                    f"{name!r} shares memory with {other!r} but is not the same Parameter, so training would separate "
+                    "them. Tie them as one (b.weight = a.weight, not b.weight.data = a.weight.data), or give one "
                     "of them memory of its own (x.data = x.data.clone()), before the optimizer is made"
                 )
         reach[device, own] = max(reach.get((device, own), (0, "")), (end, name))
@@ -178,14 +178,14 @@ class FlatParams:
         left, stays = (next((i for i in held if (i.index in moved) is is_moved), None) for is_moved in (True, False))
         if left is not None and (stays is not None or is_registered):
             why = (
-                f"something holds {stays.name!r}, which would move with it"
+                f"another tensor uses the memory of {stays.name!r}, which would move too"
                 if stays
-                else "NCCL knows that (registered=True)"
+                else "NCCL has registered that memory (registered=True)"
             )
             raise RuntimeError(
-                f"parameter {left.name!r} was given other memory (p.data = ...), something holds the memory that it had, and "
-                f"{why}: write values instead (p.data.copy_(new)), keep copies (p.data.clone()), or drop what holds them (a "
-                "p.data, a state_dict(), a graph without its backward)"
+                f"your script gave parameter {left.name!r} new memory (p.data = ...), another tensor still uses the "
+                f"earlier memory, and {why}: write values instead (p.data.copy_(new)), keep copies (p.data.clone()), "
+                "or delete the other tensor (a p.data, a state_dict(), a graph without its backward)"
             )
         return left is not None
 

@@ -146,8 +146,8 @@ class LeasedParams:
     def wire_dtype(self, precision: Precision) -> torch.dtype:
         if None not in (self.reduce_dtype, precision.reduce_dtype) and self.reduce_dtype != precision.reduce_dtype:
             raise ValueError(
-                f"reduce_dtype={precision.reduce_dtype} for parameters that were sharded with reduce_dtype="
-                f"{self.reduce_dtype}: give it to bw.shard alone"
+                f"reduce_dtype={precision.reduce_dtype} for parameters that bw.shard sharded with reduce_dtype="
+                f"{self.reduce_dtype}: pass reduce_dtype to bw.shard only"
             )
         return self.reduce_dtype or precision.wire_of(self.dtype)
 

@@ -1,19 +1,19 @@
-"""Packing: where every parameter lies in flat memory, and how that memory is cut into buckets and shards.
+"""Packing: where each parameter lies in flat memory, and how that memory is cut into buckets and shards.
 
-Pure integers: no torch, no communication, the same result on every rank for the same specs. The flat space is
+Pure integer arithmetic: no torch, no communication, the same result on every rank. The flat space is
 
     | param | pad | param ............ | pad | param | pad |        parameters, each aligned
     | bucket 0            | bucket 1            | bucket 2 |        one collective each
     | s0 | s1 | .. | sW-1 | s0 | s1 | .. | sW-1 | ...              W equal shards each, rank r owns every sr
 
-so a parameter may lie in several buckets and a bucket may hold parts of many parameters. A rank's shards, joined in
-bucket order, are its *shard space*; any range of a parameter that a rank owns is contiguous there too, because both
-orders agree.
+A parameter may lie in several buckets, and a bucket may have parts of many parameters. The shards of a rank, joined in the
+order of the buckets, are its *shard space*. Both orders agree, so a range of a parameter that a rank owns in one bucket is
+contiguous in the shard space too.
 
-Where the boundaries of buckets and shards fall is the parameters' `granularity` (`row_cuts`): None, on rows where that
-costs little; "row", on rows, whatever that costs; "element", anywhere, without regard to parameters.
+The parameters' `granularity` decides where boundaries of buckets and shards fall (`row_cuts`): None, on rows where that needs
+little padding; "row", always on rows; "element", anywhere.
 
-Cost: time and memory grow with parameters and buckets, never with the world size (`Packing.segments` is for one rank).
+Time and memory grow with the numbers of parameters and buckets, never with the world size: `Packing.segments` is for one rank.
 """
 
 from __future__ import annotations
@@ -33,29 +33,48 @@ Granularity = Literal["row", "element"]
 
 @dataclass(frozen=True)
 class PackItem:
-    """A parameter to pack: ``numel`` elements, which may be cut between ranks anywhere (``granularity`` "element") or only at
-    multiples of ``row`` ("row"; with None in a bucket of row cuts)."""
+    """A parameter for `pack`.
+
+    Attributes:
+        numel: Number of elements.
+        granularity: Where shard boundaries may cut the parameter: ``"element"`` anywhere, ``"row"`` only at multiples of
+            ``row``, None at multiples of ``row`` where the padding stays small, else anywhere.
+        row: Number of elements in a slice of the outermost dimension in memory; 1 for vectors and scalars."""
 
     numel: int
     granularity: Granularity | None = "element"
-    row: int = 1  # elements of a slice of the outermost dimension in memory; 1 for vectors and scalars
+    row: int = 1
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [begin, begin + world * shard_numel) of the flat space: one collective."""
+    """A range of the flat space, ``[begin, begin + world * shard_numel)``, which one collective reduces or gathers.
+
+    Attributes:
+        index: The number of the bucket.
+        begin: The first element in the flat space.
+        shard_numel: Number of elements that each rank owns.
+        shard_begin: The first element of the rank's part in its shard space, the same on each rank.
+        by_rows: True if no boundary of the bucket or of its shards is inside a row (*row cuts*), else False (*element cuts*).
+    """
 
     index: int
     begin: int
     shard_numel: int
-    shard_begin: int  # in every rank's shard space
-    by_rows: bool  # no boundary of it, or of its shards, falls inside a row; else it has *element cuts*
+    shard_begin: int
+    by_rows: bool
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of a parameter in one bucket: the part that lies there, or what one rank owns of it, the unit the optimizer
-    works on."""
+    """A range of a parameter in one bucket: all that lies there (`Packing.parts`), or the part of one rank (`Packing.owned`).
+
+    Attributes:
+        param: The number of the parameter.
+        bucket: The bucket.
+        param_begin: The first element in the parameter, in memory order.
+        bucket_begin: The first element in the bucket.
+        numel: Number of elements."""
 
     param: int
     bucket: Bucket
@@ -65,38 +84,51 @@ class Segment:
 
     @property
     def flat_begin(self) -> int:
+        """The first element in the flat space."""
         return self.bucket.begin + self.bucket_begin
 
     @property
     def shard_begin(self) -> int:
-        """In the shard space of the rank that owns it."""
+        """The first element in the shard space of the rank that owns the segment."""
         return self.bucket.shard_begin + self.bucket_begin % self.bucket.shard_numel
 
 
 @dataclass(frozen=True)
 class Packing:
+    """The result of `pack`: where each parameter lies in flat memory, and how that memory is cut into buckets and shards.
+
+    The flat space has all parameters, with padding. Buckets divide it; each has one equal shard for every rank. The *shard
+    space* of a rank has its shards in the order of the buckets. All numbers count elements. All methods are local.
+
+    Attributes:
+        items: The parameters, as given to `pack`.
+        begins: The first element of each parameter in the flat space, ascending.
+        buckets: The buckets, in the order of the flat space. A bucket has ``index``, ``begin`` in the flat space,
+            ``shard_numel``, ``shard_begin`` in the shard space, and ``by_rows`` (no boundary is inside a row).
+        world: Number of ranks."""
+
     items: tuple[PackItem, ...]
-    begins: tuple[int, ...]  # of every parameter in the flat space, ascending
+    begins: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     world: int
 
     @property
     def numel(self) -> int:
-        """Elements of the flat space, padding included: a multiple of the world size."""
+        """Number of elements in the flat space, with padding. A multiple of the number of ranks."""
         return self.buckets[-1].begin + self.world * self.buckets[-1].shard_numel if self.buckets else 0
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard space."""
+        """Number of elements in the shard space of one rank."""
         return self.numel // self.world
 
     @property
     def padding(self) -> int:
-        """Elements of the flat space that belong to no parameter."""
+        """Number of elements in the flat space that belong to no parameter."""
         return self.numel - sum(item.numel for item in self.items)
 
     def parts(self, param: int) -> list[Segment]:
-        """The parts of ``param``, by bucket. Empty for a parameter without elements."""
+        """Returns the segments of parameter ``param``, one for each bucket, ascending. Empty for a parameter without elements."""
         begin, end = self.begins[param], self.begins[param] + self.items[param].numel
         found: list[Segment] = []
         index = bisect.bisect_right(self.buckets, begin, key=attrgetter("begin")) - 1
@@ -109,7 +141,7 @@ class Packing:
         return found
 
     def has_one_box(self, param: int) -> bool:
-        """Whether what each rank owns of ``param``, if anything, is one range of whole rows."""
+        """Returns whether each rank that owns elements of ``param`` owns one range of whole rows."""
         if self.world == 1:
             return True
         parts = self.parts(param)
@@ -122,7 +154,7 @@ class Packing:
         return first > last  # the first rank here, the last one there
 
     def owned(self, param: int, rank: int) -> list[Segment]:
-        """The parts of ``param`` that ``rank`` owns, ascending; ranges without elements are left out."""
+        """Returns the segments of ``param`` that ``rank`` owns, ascending, without empty ones."""
         found: list[Segment] = []
         for part in self.parts(param):
             shard_numel = part.bucket.shard_numel
@@ -134,11 +166,16 @@ class Packing:
         return found
 
     def ranges(self, param: int, rank: int) -> list[tuple[int, int]]:
-        """`owned`, as [begin, end) in the parameter's memory order."""
+        """Returns the segments of `owned` as ``(begin, end)`` pairs of the parameter's elements in memory order; ``end`` is
+        excluded."""
         return [(s.param_begin, s.param_begin + s.numel) for s in self.owned(param, rank)]
 
     def segments(self, rank: int) -> list[Segment]:
-        """What ``rank`` owns, in the order of its shard space."""
+        """Returns all segments that ``rank`` owns, in the order of its shard space.
+
+        A segment has ``param`` (the number of the parameter), ``param_begin`` (in the parameter, in memory order), ``numel``,
+        ``bucket``, ``bucket_begin`` (in the bucket), ``flat_begin`` (in the flat space) and ``shard_begin`` (in the shard
+        space)."""
         return [segment for param in range(len(self.items)) for segment in self.owned(param, rank)]
 
 
@@ -192,14 +229,26 @@ def rank_buckets(
 
 
 def pack(items: Sequence[PackItem], *, world: int, bucket_numel: int, align: int = 64) -> Packing:
-    """Packs ``items``, in the order given, into buckets of about ``bucket_numel`` elements.
+    """Packs parameters into buckets and shards. Local; pure integer arithmetic with the same result on every rank.
 
-    Every parameter and every shard begins at a multiple of ``align`` elements. Items of different granularities share no
-    bucket. Without one a bucket has at most `GROWTH` x ``bucket_numel`` elements, rounded up to ``world`` x ``align``; with
-    "row" a parameter for which that will not do has buckets of its own, of whole rows, whatever padding that takes.
+    Every parameter and every shard begins at a multiple of ``align`` elements. The order of the items is kept. Items of
+    different granularities share no bucket. A bucket has about ``bucket_numel`` elements. With row cuts it has at most 4 times
+    as many, rounded up to a multiple of ``world * align``. A parameter with granularity ``"row"`` that does not fit such a
+    bucket gets buckets of its own, of whole rows, with as much padding as they need.
 
-    ValueError for a number below 1 (numel: below 0), and for another granularity.
-    """
+    Args:
+        items: The parameters, in the order of the flat space.
+        world: Number of ranks that share the buckets.
+        bucket_numel: Number of elements in a bucket.
+        align: Alignment of parameters and shards, in elements.
+
+    Returns:
+        The packing. Time and memory grow with the numbers of parameters and buckets, not with ``world``.
+
+    Raises:
+        ValueError: ``world``, ``bucket_numel``, ``align`` or ``row`` is below 1, ``numel`` is negative, or a granularity is
+            unknown.
+        TypeError: An item that is not a `PackItem`, or a number that is not an int."""
     for name, value in (("world", world), ("bucket_numel", bucket_numel), ("align", align)):
         if expect_int(value, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

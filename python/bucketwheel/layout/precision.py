@@ -45,13 +45,13 @@ class Precision:
             if asked is None or asked in taken or (asked == torch.float64 and set(dtypes) <= {torch.float64}):
                 continue
             if asked == torch.float64:
-                raise ValueError(f"{name}=torch.float64 is for float64 parameters alone, {of}")
-            raise ValueError(f"{name}={asked!r}: None or one of {', '.join(map(str, taken))} is expected")
+                raise ValueError(f"{name}=torch.float64 is for float64 parameters only, but {of}")
+            raise ValueError(f"{name} is {asked!r}, expected None or one of {', '.join(map(str, taken))}")
         has_others = dtypes and (torch.float16 in dtypes or torch.bfloat16 not in dtypes)
         if self.master_weights == "bf16_remainder" and has_others:
             raise ValueError(
-                f"master_weights='bf16_remainder' is for bfloat16 parameters, {of}: a remainder makes a float32 of a "
-                "bfloat16; use master_weights='auto'"
+                f"master_weights='bf16_remainder' is for bfloat16 parameters, but {of}: a remainder completes a "
+                "bfloat16 to a float32; use master_weights='auto'"
             )
 
     def wire_of(self, dtype: torch.dtype) -> torch.dtype:

@@ -31,6 +31,7 @@ from bucketwheel.native import env
 from bucketwheel.native.progress import Progress
 from bucketwheel.native.toolchain import CPU, Module, explain
 
+_BUILDER = "builder.txt"
 _LOOK_S = 0.05  # between two tries for the lock
 _NETWORK_FILE_SYSTEMS = set(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.sshfs gpfs lustre nfs nfs4 panfs smb3 smbfs virtiofs wekafs".split()
@@ -111,15 +112,12 @@ def expect_trusted(path: Path, module: Module = CPU) -> None:
 def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
     """Hold the lock of a build folder; yields whether somebody else had it, and its file descriptor. `BuildError` after
     ``BW_BUILD_TIMEOUT``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    holder, limit_s, start = folder / "builder.txt", env.build_timeout_s(), time.monotonic()
+    limit_s, start = env.build_timeout_s(), time.monotonic()
     with open(f"{folder}.lock", "a") as lock:
         has_waited, progress = False, Progress(module, folder / "build.log", folder)
         while not _is_locked_by(lock):
-            waited_s, builder = time.monotonic() - start, "an unnamed process"
-            with suppress(OSError):
-                builder = holder.read_text()
-            if waited_s >= limit_s:
+            builder = builder_of(folder)
+            if time.monotonic() - start >= limit_s:
                 gone = ", which has ended: what it has started holds the lock" if _has_ended(builder) else ""
                 what = f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}"
                 remedy = f"look at that process and its ninja; remove {folder}.lock when none runs"
@@ -128,12 +126,22 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
             time.sleep(_LOOK_S)
             has_waited = True
         try:
+            folder.mkdir(exist_ok=True)  # now: who had the lock may have removed it
             if not any(folder.iterdir()):
                 _seed(folder)
-            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}")
+            (folder / _BUILDER).write_text(
+                f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}"
+            )
             yield has_waited, lock.fileno()
         finally:  # also where somebody else has inherited it: a server that a compiler has started
             fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+@contextmanager
+def try_take(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a build folder if nobody else does; yields whether that is so."""
+    with open(f"{folder}.lock", "a") as lock:
+        yield _is_locked_by(lock)
 
 
 def _is_locked_by(lock: IO[str]) -> bool:
@@ -145,6 +153,13 @@ def _is_locked_by(lock: IO[str]) -> bool:
     return True
 
 
+def builder_of(folder: Path) -> str:
+    """Who holds the lock of a build folder, or held it last."""
+    with suppress(OSError):
+        return (folder / _BUILDER).read_text()
+    return "an unnamed process"
+
+
 def _has_ended(builder: str) -> bool:
     """Whether the text of a builder.txt names a process of this host that is no more."""
     named = re.match(r"process (\d+) on (.+), since ", builder)
@@ -154,8 +169,8 @@ def _has_ended(builder: str) -> bool:
 def _seed(folder: Path) -> None:
     """Start an empty build folder from a copy of one by the same compiler: two checkouts have most files in common."""
     for log in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/.ninja_log"):
-        with suppress(OSError), open(f"{log.parent}.lock", "a") as lock:
-            if not _is_locked_by(lock):
+        with suppress(OSError), try_take(log.parent) as is_free:
+            if not is_free:
                 continue
             with tempfile.TemporaryDirectory(prefix="new-", dir=folder.parents[1], ignore_cleanup_errors=True) as name:
                 shutil.copytree(log.parent, Path(name, "copy")).rename(folder)
@@ -213,7 +228,7 @@ def write_entry(built: Path, module: Module, manifest: Mapping[str, Any], entry:
 
 def prune(cache: Path) -> None:
     """Remove build folders and temporary folders that were not used for 60 days. Never fails: it is housekeeping."""
-    for path in [*(cache / "builds").glob("*/builder.txt"), *cache.glob("new-*/*")]:
+    for path in [*(cache / "builds").glob(f"*/{_BUILDER}"), *cache.glob("new-*/*")]:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(path.parent, ignore_errors=True)

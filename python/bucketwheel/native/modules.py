@@ -160,7 +160,7 @@ def locate(module: Module) -> Path:
 def _build_once(recipe: Recipe, toolchain: Toolchain, cache: Path) -> Path:
     """Build the module and publish it, unless another process does: [Note: one build] in `bucketwheel.native.cache`."""
     module = recipe.module
-    made_by = repr((toolchain.identity, toolchain.nvcc, toolchain.nvcc_identity))
+    made_by = repr((toolchain.identity, toolchain.nvcc_identity))
     hashes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in (made_by, str(recipe.csrc))]
     folder = cache / "builds" / "-".join([module.kind, *hashes])
     failure = folder / "failed.txt"

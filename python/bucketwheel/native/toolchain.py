@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,9 @@ _ARCH = re.compile(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(\+PTX)?", re.IGNOR
 _DEFAULT_ARCHS = "9.0"
 # nvcc reads these itself: they change what it makes.
 _NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+_HEAD_BYTES = 4 << 20  # all of a script and of g++; of a larger program the pages that hold its build id
+# How a program was called, which g++ says in front of its version and clang in a line.
+_CALLED_BY = re.compile(r"\A\S+ (?=\()|^InstalledDir: .*\n?", re.MULTILINE)
 # What an error says where a folder is the reason, for which no compiler would do better, and what to do then.
 _OF_FOLDERS = {
     "No space left on device|Disk quota exceeded": "make room, or name folders that have it: BW_CACHE_DIR=... for what "
@@ -101,7 +104,7 @@ class Toolchain:
     includes: tuple[str, ...]
     identity: str  # everything about the compiler and the headers that changes the binary
     nvcc: tuple[str, ...] = ()  # compiles .cu files and links; empty for the CPU module
-    nvcc_identity: str = ""
+    nvcc_identity: str = ""  # likewise, with the architectures
     archs: ArchList | None = None
 
 
@@ -181,8 +184,7 @@ def tree(csrc: Path) -> list[Path]:
 def build_key(recipe: Recipe, toolchain: Toolchain) -> str:
     """sha256 of all that the binary depends on. Torch is not part of it: the module includes no torch header."""
     made_from = (sources_digest(recipe.csrc), recipe.sources, recipe.flags, recipe.link_flags, recipe.nvcc_flags)
-    made_by = (toolchain.identity, toolchain.nvcc, toolchain.nvcc_identity)
-    return hashlib.sha256(repr((*made_from, *made_by)).encode()).hexdigest()
+    return hashlib.sha256(repr((*made_from, toolchain.identity, toolchain.nvcc_identity)).encode()).hexdigest()
 
 
 # ---- the C++ compiler ------------------------------------------------------------------------------------------------
@@ -191,10 +193,9 @@ def build_key(recipe: Recipe, toolchain: Toolchain) -> str:
 def find_toolchain() -> Toolchain:
     """The compiler ($CXX, else c++, g++, clang++) and the headers of Python and pybind11, or a `BuildError`."""
     cxx = find_compiler()
-    version = version_of(cxx, CPU)
     pybind11 = needed("pybind11", "pybind11>=2.13")
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "unknown"
-    identity = [shlex.join(cxx), version, str(sysconfig.get_config_var("SOABI")), str(libc), platform.machine()]
+    identity = [identify(cxx), str(sysconfig.get_config_var("SOABI")), str(libc), platform.machine()]
     identity.append(f"pybind11 {pybind11.__version__}")
     return Toolchain(cxx, (*_python_includes(), pybind11.get_include()), "\n".join(identity))
 
@@ -229,10 +230,40 @@ def version_of(program: Sequence[str], module: Module) -> str:
     """What the compiler of a module says of itself, or a `BuildError`."""
     argv, remedy = [*program, "--version"], "NVCC=/path/to/nvcc" if module is CUDA else "CXX=g++, with C++20"
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+        return _answer(argv, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         what, remedies = f"{program[0]} does not answer: {error}", [f"name a working one: {remedy}"]
         raise explain(what, module=module, command=shlex.join(argv), remedies=remedies) from error
+
+
+def _answer(argv: Sequence[str], *, check: bool) -> str:
+    environment = {**os.environ, "LC_ALL": "C"}  # g++ translates what it says
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=check, env=environment).stdout
+
+
+def identify(command: Sequence[str], module: Module = CPU) -> str:
+    """What a compiler is, whatever path, link or name leads to it: its flags, the bytes of its programs, its version and target.
+
+    ``--version`` is not enough: a wrapper that adds flags answers as the compiler behind it, and a cross compiler as the native
+    one. Bytes are not enough: ccache and clang are one program that goes by the name of the link to it, as the target tells.
+    Compilers that differ in none of these, but in a part that they start (cc1plus), count as one.
+    """
+    version = _CALLED_BY.sub("", version_of(command, module))
+    target = "" if module is CUDA else _answer([*command, "-dumpmachine"], check=False)  # nvcc has no such option
+    return "\n".join([shlex.join(_identified(command)), version.strip(), target.strip()])
+
+
+def _identified(words: Iterable[str]) -> list[str]:
+    """The words of a command, with the hash of its bytes for each program."""
+    return [word if (path := shutil.which(word)) is None else _bytes_of(path) for word in words]
+
+
+def _bytes_of(program: str) -> str:
+    try:
+        with open(program, "rb") as file:
+            return f"{hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()[:16]}+{os.fstat(file.fileno()).st_size}"
+    except OSError:  # it may be executed, but not read
+        return os.path.realpath(program)
 
 
 def _python_includes() -> tuple[str, ...]:
@@ -253,12 +284,11 @@ def _python_includes() -> tuple[str, ...]:
 def find_cuda_toolchain() -> Toolchain:
     """The C++ compiler, and nvcc with it as host compiler, for the chosen architectures. Raises `BuildError`."""
     nvcc, toolchain, archs = find_nvcc(), find_toolchain(), choose_archs()
-    version = version_of(nvcc, CUDA)
-    settings = {name: os.environ[name] for name in _NVCC_VARIABLES if os.environ.get(name)}
+    settings = {name: _identified(os.environ[name].split()) for name in _NVCC_VARIABLES if os.environ.get(name)}
+    identity = "\n".join([identify(nvcc, CUDA), *archs.flags, repr(settings)])
     if "NVCC_CCBIN" not in settings:
         # Of CXX="ccache g++ -g": the compiler.
         nvcc = (*nvcc, "-ccbin", [word for word in toolchain.cxx if not word.startswith("-")][-1])
-    identity = f"{version}\n{settings!r}"
     return replace(toolchain, nvcc=(*nvcc, *archs.flags), nvcc_identity=identity, archs=archs)
 
 

@@ -1,8 +1,7 @@
-"""`ShardedAdamW`: torch's AdamW with gradients and states sharded over ranks.
+"""`ShardedAdamW`: `torch.optim.AdamW` with gradients and states that are sharded over the ranks.
 
-Uses all rooms below. Start with `sharded_adamw.py`, the class; behind it stands `sharded_engine.py`, or `local_engine.py`
-where there is one rank.
-"""
+Uses all rooms below. Start with the class in `sharded_adamw.py`. It calls `sharded_engine.py`, or `local_engine.py` if there
+is one rank."""
 
 from typing import TYPE_CHECKING
 

@@ -53,5 +53,5 @@ def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     if isinstance(part, TensorShard):
         raise RuntimeError(
             f"{name}.step: its state is rank {part.part[0]}'s part of {part.part[1]}, loaded from the state_dict of a sharded "
-            "optimizer. Load optimizer.full_state_dict() instead, or the checkpoint by torch.distributed.checkpoint"
+            "optimizer. Load optimizer.full_state_dict() instead, or the checkpoint with torch.distributed.checkpoint"
         )

@@ -122,7 +122,7 @@ def save(
     with failing_together(engine.expect_done_by_all, f"full_state_dict({dst=}{to}, {masters=}, {chunk_bytes=})"):
         _expect_arguments(dst, size, chunk_bytes)
         if path is not None and dst is None:
-            raise ValueError("full_state_dict: a path is for the file of one rank; give its number as dst")
+            raise ValueError("full_state_dict: path= needs dst=, the number of the rank that writes the file")
         if dst in (None, rank):
             saved = _skeleton(optimizer, masters, model)
     if dst is None or rank // engine.world == dst // engine.world:  # other shard groups have the same
@@ -158,7 +158,7 @@ def save_for_torch(optimizer: ShardedAdamW) -> dict[str, Any] | None:
 
 def _expect_arguments(rank: int | None, size: int, chunk_bytes: int) -> None:
     if rank is not None and not 0 <= rank < size:
-        raise ValueError(f"rank {rank!r} is asked for; there are ranks 0 to {size - 1}, or None for all")
+        raise ValueError(f"the rank is {rank!r}, expected 0 to {size - 1}, or None for all ranks")
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes!r}")
 
@@ -194,7 +194,7 @@ def _names_in(model: torch.nn.Module, number_of: Mapping[Tensor, int]) -> dict[T
         names[param] = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
     unnamed = [number for param, number in number_of.items() if param not in names]
     if unnamed:
-        raise ValueError(f"full_state_dict: parameter {unnamed[0]} of the groups is none of the model's")
+        raise ValueError(f"full_state_dict: parameter {unnamed[0]} of the groups is not in the model")
     return names
 
 
@@ -211,7 +211,7 @@ def spread(optimizer: ShardedAdamW, given: Any, src: int | None, chunk_bytes: in
         _expect_arguments(src, size, chunk_bytes)
         if src in (None, rank):
             if given is None:
-                raise ValueError(f"load_full_state_dict: rank {rank} is to have the dict and was given None")
+                raise ValueError(f"load_full_state_dict: rank {rank} must pass the dict, got None")
             saved = _as_ours(optimizer, given)
             entries = {key: entry for key, entry in saved["state"].items() if entry}
             groups = [{key: _on_cpu(value) for key, value in group.items()} for group in saved["param_groups"]]
@@ -243,9 +243,9 @@ def _without_data(key: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in entry.items():
         if isinstance(value, Tensor) and type(value) is not Tensor:
             raise ValueError(
-                f"the state {name!r} of {key!r} is a {type(value).__name__}, and load_full_state_dict takes whole tensors, "
-                "as full_state_dict() and get_optimizer_state_dict(..., StateDictOptions(full_state_dict=True)) return "
-                "them; load_state_dict takes parts"
+                f"the state {name!r} of {key!r} is a {type(value).__name__}, but load_full_state_dict takes whole "
+                "tensors, from full_state_dict() or get_optimizer_state_dict(..., "
+                "StateDictOptions(full_state_dict=True)); load_state_dict takes parts"
             )
         is_state = isinstance(value, Tensor) and name != "step"
         found[name] = torch.empty(value.shape, dtype=value.dtype, device="meta") if is_state else _on_cpu(value)
@@ -308,7 +308,7 @@ def _as_ours(optimizer: ShardedAdamW, given: Any) -> Mapping[str, Any]:
             flat = any(str(name).startswith("param_groups.") for name in given)
             raise KeyError(
                 f"the loaded state dict has no {key!r}; it has {sorted(map(str, given))[:8]}"
-                f"{'. It is flattened: get it without flatten_optimizer_state_dict' if flat else ''}"
+                f"{'. It is flattened: make it without flatten_optimizer_state_dict' if flat else ''}"
             )
     name_of: dict[Tensor, str] = {info.param: info.name for info in optimizer._engine.infos if info.is_named}
     groups, ours = list(given["param_groups"]), list(optimizer.param_groups)

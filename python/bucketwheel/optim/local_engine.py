@@ -123,7 +123,7 @@ class LocalEngine:
         if of_state:
             if core.is_capturing(self._device):
                 raise CaptureError(
-                    "optimizer.state was edited, and replays would do it again: step() before the capture"
+                    "optimizer.state was edited, and replays would repeat the edit: call step() before the capture"
                 )
             of_state.carry_out(self)
         held = [info.param.grad for info in self.infos]
@@ -157,8 +157,8 @@ class LocalEngine:
         for info, before, now in zip(self.infos, self._static_used, used, strict=True):
             if before != now:
                 raise RuntimeError(
-                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step "
-                    f"and had {'one' if before else 'none'} in the first"
+                    f"static_graph=True, but parameter {info.name!r} has {'a' if now else 'no'} gradient in this step, "
+                    f"but had {'one' if before else 'none'} in the first step"
                 )
 
     def _grad(self, info: ParamInfo, grad: Tensor | None) -> Tensor | None:
@@ -194,7 +194,7 @@ class LocalEngine:
             expect_same_memory_kind(info, state["exp_avg"].shape)
             if (stride := state["exp_avg"].stride()) != info.param.stride():
                 if core.is_capturing(self._device):
-                    raise CaptureError(f"parameter {info.name!r} has other strides: step() before the capture")
+                    raise CaptureError(f"parameter {info.name!r} has new strides: call step() before the capture")
                 own = torch.empty_strided(info.param.shape, stride, dtype=info.dtype, device=info.device)
                 info.param.data = own.copy_(info.param.data)
 
@@ -320,8 +320,8 @@ class LocalEngine:
             return False
         if clipped._version != version:
             raise RuntimeError(
-                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; clip after the last "
-                "backward, right before step, and drop gradients by optimizer.zero_grad()"
+                f"the gradient of {self.infos[index].name!r} changed after clip_grad_norm_; call that after the "
+                "last backward, right before step, and drop gradients by optimizer.zero_grad()"
             )
         return True
 

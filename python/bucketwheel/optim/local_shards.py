@@ -1,4 +1,4 @@
-"""Local shards: a sharded model's parameters for optimizers that know nothing of it, with gradients that are reduced."""
+"""local_shards: the shards of a sharded model as plain parameters, for optimizers that do not know `shard`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,27 @@ _OWNER = "_bucketwheel_local_shards"
 
 
 def local_shards(model: nn.Module) -> list[Parameter]:
-    """This rank's parts of the trainable parameters of a sharded model, in the order of ``model.parameters()``: 1-D parameters
-    of whole rows (where the cuts are rows: docs/checkpoints.md) for any optimizer of torch that works element by element. Some
-    may be empty. Collective; once for a model, and instead of `ShardedAdamW`.
+    """Returns this rank's shards of a sharded model, for any elementwise optimizer of torch. Collective.
 
-    ``step()`` of an optimizer that has any of them is collective then. Before it, gradients are reduced, and ``.grad`` of each
-    is this rank's part of the averaged gradient, clipped if ``clip_grad_norm_(model.parameters())`` was called. After it
-    the gradients are used up: call ``zero_grad()`` of the optimizer as ever. With ``param_dtype`` they are the precise weights.
+    The list has one 1-D parameter for each trainable parameter, in the order of ``model.parameters()``. It has whole rows of
+    the parameter if the cuts are row cuts (docs/saving.md, "Row cuts"), and may be empty. With ``param_dtype`` of `shard` it
+    is the master weight, in the original dtype.
 
-    ValueError for a model that is not sharded, or has no parameter that is trained.
-    """
+    Use `local_shards` instead of `ShardedAdamW`, once for a model; a later call replaces the shards, and a step with the
+    former ones raises `ClosedError`. Pass all shards to one optimizer, in groups if options differ: a step uses up all gradients,
+    so an optimizer that lacks some raises ValueError. Its ``step()`` is collective. Before the update ``step()`` reduces the gradients of the model,
+    and each shard's ``.grad`` is this rank's part of the averaged gradient, in the dtype of the shard.
+    ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` after backward clips by the global norm. After the update
+    the gradients of the model are cleared; call ``zero_grad()`` of the optimizer as usual.
+
+    Args:
+        model: A model that `shard` has returned.
+
+    Returns:
+        Parameters of shape [number of this rank's elements], in the order of ``model.parameters()``.
+
+    Raises:
+        ValueError: The model is not sharded, or none of its sharded parameters requires a gradient."""
     infos = [info for info in collect_params([_group(model)]) if home_of(info.param) is not None]
     if not infos:
         raise ValueError("the model has no sharded parameter that is trained: call bw.shard first")
@@ -78,11 +89,18 @@ class _LocalShards:
             setattr(local, _OWNER, self)  # which lives as long as one of them
             self.params.append(local)
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are in ``.grad`` afterwards. Collective."""
         engine = self._engine
         if engine.closed:
             raise ClosedError(engine.closed)
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if lacking := sum(id(p) not in given for p in self.params):
+            raise ValueError(
+                f"{type(optimizer).__name__} has {len(self.params) - lacking} of the {len(self.params)} parameters of "
+                "bw.local_shards(model). Pass all of them to one optimizer, in groups if options differ: its step uses "
+                "up all gradients of the model"
+            )
         engine.grads.close("step")
         engine._end_residency()
         factors = engine.reduced.factors
@@ -112,7 +130,7 @@ def _owners(optimizer: Optimizer) -> Sequence[_LocalShards]:
 def _watch_steps() -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for owner in _owners(optimizer):
-            owner.before_step()
+            owner.before_step(optimizer)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for owner in _owners(optimizer):

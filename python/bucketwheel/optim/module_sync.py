@@ -1,11 +1,11 @@
-"""Module sync: what DistributedDataParallel does to a module beside its gradients: rank 0's parameters and buffers for all.
+"""sync_module: gives all ranks rank 0's frozen parameters and buffers, as DistributedDataParallel does.
 
-[Note: when buffers are broadcast] As in DDP: before the first forward, and before one that follows a forward with gradients
-outside of `no_sync`. So ranks make as many broadcasts as training forwards, whatever evaluations they make in between, and
-begin each with rank 0's buffers. Rank 0 does not wait for the others, so it may evaluate alone while they wait for it (with
-replicas it waits for its shard group); but its broadcast does, so only for as long as the time limit, and without
-synchronising the device. Forwards of `copy.deepcopy(model)` broadcast nothing.
-"""
+[Note: when buffers are broadcast] Buffers are broadcast before the first forward, and before each forward that follows a
+forward with gradients outside of `no_sync`, as in DDP. So ranks that run the same number of training forwards make the same
+number of broadcasts, whatever evaluations they run in between, and begin each of these forwards with rank 0's buffers. Rank 0
+does not wait for the other ranks and does not synchronize the device, so it may evaluate alone while they wait for it (with
+replicas it waits for its shard group). Its broadcast waits for them, at most for the time limit. Forwards of
+`copy.deepcopy(model)` do not broadcast."""
 
 from __future__ import annotations
 
@@ -39,31 +39,38 @@ def sync_module(
     process_group: dist.ProcessGroup | Communicator | LocalRank | None = None,
     replicate_group: dist.ProcessGroup | Communicator | None = None,
 ) -> ModuleSync:
-    """Gives every rank rank 0's frozen parameters and buffers, as ``DistributedDataParallel(model)`` does. Collective.
+    """Gives all ranks rank 0's frozen parameters and buffers, as ``DistributedDataParallel(model)`` does. Collective.
 
-    Parameters that nobody trains yet too; those of a `ShardedAdamW` are alike already. Call it before or after the optimizer
-    is made. What the model's ``_ddp_params_and_buffers_to_ignore`` names is left alone. Does nothing in one process.
+    Parameters that no `ShardedAdamW` trains yet are synchronized too; `ShardedAdamW` has synchronized its own. Call it before
+    or after you make the optimizer. Names in the model's ``_ddp_params_and_buffers_to_ignore`` are skipped. Without other
+    ranks the call does nothing. Tensors may have any dtype and memory format, and buffers may be persistent or not.
+
+    With ``buffers="forward"`` rank 0's buffers are also broadcast before the first forward of ``model``, and before each
+    forward that follows a forward with gradients outside of `no_sync`. All ranks must run the same number of training
+    forwards. Rank 0 may evaluate alone, for less than the time limit. Forwards of ``copy.deepcopy(model)`` do not broadcast.
 
     Args:
-        model: of the same parameters and buffers on all ranks, of any dtype and layout, persistent or not.
-        buffers: ``"once"``: now. ``"forward"``: now and, by a hook, in forwards of ``model`` too: DDP's default, for
-            statistics (BatchNorm) and codebooks that forwards write to. Broadcast is before the first forward and before
-            each one that follows a forward with gradients outside of `no_sync`; every rank makes the same number of those.
-            ``"none"``: never, parameters only.
-        process_group, replicate_group: as of `ShardedAdamW`; of a LocalWorld pass the `Communicator`. It has communicators of
-            its own over them. With replicas the values are those of the first rank of all.
+        model: The model. Its parameters and buffers have the same names, shapes and dtypes on all ranks.
+        buffers: ``"once"`` synchronizes buffers now. ``"forward"`` synchronizes them now and in forwards, by a hook, which is
+            DDP's default; use it for buffers that forwards write, such as statistics of BatchNorm. ``"none"`` synchronizes
+            parameters only.
+        process_group: The ranks, as ``process_group`` of `ShardedAdamW`. If the ranks are threads of a `LocalWorld`, pass
+            their `Communicator`. `sync_module` makes communicators of its own over these ranks.
+        replicate_group: As ``replicate_group`` of `ShardedAdamW`. With replicas, rank 0 is the first rank of all groups.
+
+    Returns:
+        An object whose `ModuleSync.close` ends the broadcasts in forwards.
 
     Raises:
-        TypeError: no module.
-        ValueError: of ``buffers``, or a parameter or buffer that has no plain memory (meta, sparse, a tensor subclass) or
-            overlaps itself (``expand``).
-        RuntimeError: ranks have other parameters or buffers, on all ranks. Nothing was written.
-    """
+        TypeError: ``model`` is not a module.
+        ValueError: ``buffers`` is wrong, or a parameter or buffer has no plain memory (a meta or sparse tensor, a tensor
+            subclass) or overlaps itself (``expand``). Nothing has been written.
+        RuntimeError: Ranks have different parameters or buffers. Raised on all ranks; nothing has been written."""
     return ModuleSync(model, buffers, process_group, replicate_group)
 
 
 class ModuleSync(contextlib.AbstractContextManager["ModuleSync"]):
-    """What `sync_module` returns. `close`, or the end of ``with``, ends the broadcasts in forwards."""
+    """The result of `sync_module`. `close`, or the end of a ``with`` block, ends the broadcasts in forwards."""
 
     def __init__(self, model: nn.Module, buffers: str, process_group: Any = None, replicate_group: Any = None) -> None:
         if not isinstance(model, nn.Module):
@@ -94,7 +101,7 @@ class ModuleSync(contextlib.AbstractContextManager["ModuleSync"]):
             self.close()
 
     def before_forward(self, module: nn.Module) -> None:
-        """Broadcasts the buffers where [Note: when buffers are broadcast] says so."""
+        """Broadcasts rank 0's buffers if this forward needs them. Collective. The hook of the model calls it."""
         if self._reducer is None or module is not self._model():  # a copy of the model has the hook too
             return
         if self._is_due:  # DDP raises no versions here either: backward of a forward before may need the buffer
@@ -123,7 +130,9 @@ class ModuleSync(contextlib.AbstractContextManager["ModuleSync"]):
             torch._foreach_copy_([tensor.data for tensor in chunk], values)
 
     def close(self) -> None:
-        """Takes the hook off the model. All ranks close, in any order. Idempotent."""
+        """Removes the hook from the model and closes the communicators. All ranks call it, at any time.
+
+        Further calls do nothing."""
         if self._hook is not None:
             self._hook.remove()
         if self._reducer is not None:
@@ -141,7 +150,7 @@ class _BeforeForward(ModuleHook):
     """``run`` is called before forwards with the module. Never compiled: it breaks the graph, on all ranks alike."""
 
     def __init__(self, run: Callable[[nn.Module], None] | None = None) -> None:
-        why = "sync_module broadcasts buffers here; with fullgraph=True give it what torch.compile(model) returned"
+        why = "sync_module broadcasts buffers here; with fullgraph=True call it on the result of torch.compile(model)"
         self._run = None if run is None else torch.compiler.disable(run, reason=why)
 
     def __call__(self, module: nn.Module, _: object) -> None:
@@ -195,9 +204,9 @@ def _expect_equal(reducer: Reducer, held: Sequence[tuple[str, Tensor]]) -> None:
     expect_equal_lines(reducer, lines)
     for (_, tensor), line in zip(held, lines, strict=True):
         if not is_plain(tensor):
-            raise ValueError(f"sync_module: {line} has no plain memory that it could be broadcast into")
+            raise ValueError(f"sync_module: {line} has no plain memory, so rank 0 cannot broadcast to it")
         if _overlap(tensor):
-            raise ValueError(f"sync_module: {line} cannot be written to; give it memory of its own, x.clone()")
+            raise ValueError(f"sync_module: {line} cannot be written to; replace it by a copy, x.clone()")
 
 
 def _overlap(tensor: Tensor) -> str:

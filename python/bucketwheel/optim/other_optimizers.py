@@ -21,7 +21,7 @@ def missing_name(name: str) -> NoReturn:
         says += ": use bw.ShardedAdamW, which is Adam with decoupled_weight_decay=False"
     elif is_torchs or plain.lower() in _OTHERS.split():
         says += (
-            f": AdamW and Adam only, as bw.ShardedAdamW; use {'torch.optim.' * is_torchs}{plain} with DDP or FSDP2, "
+            f": bw has Adam and AdamW (bw.ShardedAdamW); use {'torch.optim.' * is_torchs}{plain} with DDP or FSDP2, "
         )
-        says += "or shard it by hand with bw.reduce_scatter and bw.all_gather, as examples/zero1_by_hand.py"
+        says += "or shard it by hand with bw.reduce_scatter and bw.all_gather, as in examples/zero1_by_hand.py"
     raise AttributeError(says, name=name, obj=sys.modules["bucketwheel"])

@@ -33,7 +33,7 @@ def expect_free(things: Sequence[tuple[Any, str]], but: Collection[Any] = ()) ->
     """
     for thing, name in things:
         if (owner := owner_of(thing)) is not None and owner not in but:
-            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that one first")
+            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that optimizer")
 
 
 def claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
@@ -61,8 +61,8 @@ def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
     for engine, info in first.items():
         if (pending := engine.first_pending()) is not None:
             problem = (
-                f"parameter {info.name!r} belongs to another optimizer, and no step has used the gradient that {pending.name!r} "
-                "has there; call its step(), zero_grad() (or the model's) or close() on all ranks first: this one replaces it"
+                f"parameter {info.name!r} belongs to another optimizer, which this one would replace, but no step has "
+                f"used the gradient of {pending.name!r}; call step(), zero_grad() or close() of it on all ranks first"
             )
     said = f"{[info.index for info in first.values()]}:{problem}".encode()
     everyone = [said] if comm is None else comm.exchange(said[: comm.max_payload_bytes])
@@ -70,7 +70,7 @@ def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
         if found := str(other.partition(b":")[2], "utf-8", "ignore"):
             raise ValueError(f"on rank {rank}, {found}")
     for engine, info in first.items():
-        why = f"a later optimizer, which trains {info.name!r} too, has replaced this one: use that one"
+        why = f"a later optimizer for parameter {info.name!r} has replaced this one: use the later one"
         is_agreed = comm is not None and len(set(everyone)) == 1 and engine.ranks[1] == len(everyone)
         with contextlib.suppress(Error):  # of a communicator that has failed: all is released
             engine.close(why, is_agreed=is_agreed)

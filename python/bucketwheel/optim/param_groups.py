@@ -52,17 +52,17 @@ def expect_group_keys(group: dict[str, Any], read: Mapping[str, Any], options: C
     """
     for key in ("capturable", "differentiable"):
         if bool(group.get(key, read[key])) != bool(read[key]):
-            raise ValueError(f"a parameter group has {key}={group[key]!r}; all have the constructor's, {read[key]!r}")
+            raise ValueError(f"a parameter group has {key}={group[key]!r}, the constructor has {read[key]!r}")
     for key in (key for key in group if isinstance(key, str) and key not in read):
         if key in options:
             raise ValueError(
-                f"a parameter group has {key!r}, which is an option of ShardedAdamW(...) for all groups: give it there"
+                f"a parameter group has {key!r}, which is an option for all groups: pass it to ShardedAdamW(...)"
             )
         # Short keys and those with a digit (``beta1``) are names of their own.
         is_name = len(key) < 5 or any(map(str.isdigit, key))
         if not is_name and (known := difflib.get_close_matches(key, (*read, *options), 1, _MISSPELT)):
             raise ValueError(
-                f"a parameter group has {key!r}, which is not read: did you mean {known[0]!r}? Call a key of your own otherwise"
+                f"a parameter group has {key!r}, which is unknown: did you mean {known[0]!r}? Rename a key of your own"
             )
 
 
@@ -87,7 +87,7 @@ class OptimizerOptions:
 
     def __post_init__(self) -> None:
         if self.capturable and not self.static_graph:
-            raise ValueError("capturable=True needs static_graph=True: which parameters are used is part of the graph")
+            raise ValueError("capturable=True needs static_graph=True: the graph fixes which parameters are used")
         if self.on_external_update not in ("resync", "error", "ignore"):
             raise ValueError(
                 f"on_external_update must be 'resync', 'error' or 'ignore', got {self.on_external_update!r}"
@@ -112,16 +112,16 @@ class OptimizerOptions:
         if not self.capturable:
             return
         if device_index(device) == CPU:
-            raise ValueError(f"capturable=True is for parameters on CUDA, these are on {device}")
+            raise ValueError(f"capturable=True is for parameters on CUDA, but they are on {device}")
         if comm is not None and comm.backend != "nccl":
             raise ValueError(
-                "capturable=True needs a communicator of the nccl backend, whose operations can be part of a CUDA "
-                f"graph; this one is of {comm.backend!r}"
+                "capturable=True needs a communicator with backend 'nccl', whose operations can be captured in a CUDA "
+                f"graph; this one has backend {comm.backend!r}"
             )
         if comm is not None and self.overlap_param_sync:
             raise ValueError(
-                "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for the "
-                "gathers that a step before it has left running"
+                "capturable=True and overlap_param_sync=True exclude each other: a replay cannot wait for "
+                "gathers of the step before it"
             )
 
 
@@ -152,19 +152,19 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
         if not param.requires_grad or param in known:
             continue
         if param in first:
-            raise ValueError(f"parameter {name!r} is given twice, before as {first[param]!r}; give it once")
+            raise ValueError(f"parameter {name!r} was passed twice, first as {first[param]!r}; pass it once")
         first[param] = name
         is_sharded = home_of(param) is not None
         if not is_sharded and (type(param.data) is not Tensor or param.layout != torch.strided):
-            hint = "; ShardedAdamW shards by itself: leave fully_shard or distribute_tensor out, or pass to_local()"
+            hint = "; ShardedAdamW shards parameters itself: do not call fully_shard or distribute_tensor, or pass to_local()"
             raise TypeError(
                 f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 f"{hint if hasattr(param, 'to_local') else ''}"
             )
         if not is_sharded and param.is_neg():
             raise ValueError(
-                f"parameter {name!r} is a negative view (is_neg()), whose memory lacks the sign; give it memory of "
-                "its own, p.data = p.data.resolve_neg()"
+                f"parameter {name!r} is a negative view (is_neg()), whose memory has the opposite sign; "
+                "give it memory of its own, p.data = p.data.resolve_neg()"
             )
         if param.device.type not in ("cpu", "cuda") or param.dtype not in PARAM_DTYPES:
             raise ValueError(
@@ -174,12 +174,12 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
         devices.add(param.device)
         if len(devices) > 1:
             another = next(iter(devices - {param.device}))
-            raise ValueError(f"parameter {name!r} is on {param.device}, others on {another}; all must be on one device")
+            raise ValueError(f"parameter {name!r} is on {param.device}, others on {another}; move all to one device")
         if param.grad_dtype not in (None, param.dtype):
             raise ValueError(
                 f"parameter {name!r} is {param.dtype} and has grad_dtype={param.grad_dtype}, so its placeholder "
                 "cannot be its p.grad; set p.grad_dtype = None, which lets gradients have any dtype (accum_dtype "
-                "is what they are summed in)"
+                "is the dtype of their sums)"
             )
         granularity = param_groups[g].get("granularity")
         if granularity not in ("row", "element", None):
@@ -217,20 +217,18 @@ def of_sharded(
     if not by:
         return None
     if len(by) > 1:
-        raise ValueError("the parameters belong to several models that were sharded apart; make an optimizer for each")
+        raise ValueError("the parameters belong to several models that bw.shard sharded; make an optimizer for each")
     found = by[0]
     known = ((None, found.comm, *found.groups[:1]), (None, found.replicate, *found.groups[1:]))
     if any(all(group is not one for one in ones) for group, ones in zip(groups, known, strict=True)):
         raise ValueError(
-            "process_group and replicate_group are those of bw.shard for sharded parameters: leave them out"
+            "sharded parameters have the process_group and replicate_group of bw.shard: do not pass others"
         )
     for info, home in zip(infos, homes, strict=True):
         if home is not None and info.granularity is not None:
-            raise ValueError(
-                f"granularity={info.granularity!r} has no effect on {info.name!r}: bw.shard has cut it, on rows where that costs little"
-            )
+            raise ValueError(f"granularity={info.granularity!r} has no effect on {info.name!r}: bw.shard has cut it")
     if options.capturable:
-        raise ValueError("capturable=True does not go with sharded parameters: their gathers are not captured")
+        raise ValueError("capturable=True does not support sharded parameters: their gathers are not captured")
     if all(home is not None for home in homes):
         given = {"bucket_cap_mb": options.bucket_cap_mb, "overlap_param_sync": options.overlap_param_sync or None}
         for name, value in given.items():

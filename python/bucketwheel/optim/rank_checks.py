@@ -48,9 +48,9 @@ def compare_values(comm: Reducer, infos: Sequence[ParamInfo], frozen: Sequence[t
         unequal = [repr(name) for name, *values in by_param if len(set(values)) > 1]
         warnings.warn(
             f"frozen parameters differ between ranks: {', '.join(unequal[:3]) or 'some of them'}"
-            f"{', ...' if len(unequal) > 3 else ''}. The optimizer gives all ranks rank 0's trainable parameters only, where "
-            "DDP gives them its frozen parameters and buffers too: call bucketwheel.sync_module(model) before, with "
-            "buffers='forward' if forwards write to buffers (BatchNorm)",
+            f"{', ...' if len(unequal) > 3 else ''}. The optimizer broadcasts rank 0's trainable parameters only; DDP "
+            "also broadcasts frozen parameters and buffers. Call bucketwheel.sync_module(model) before the optimizer, "
+            "with buffers='forward' if forwards write to buffers (BatchNorm)",
             stacklevel=5,  # the call of the optimizer's class
         )
 
@@ -63,9 +63,9 @@ def _expect_equal_order(infos: Sequence[ParamInfo], everyone: Sequence[Sequence[
             place = {mine[i]: infos[i].name for i in moved}
             places = ", ".join(f"{infos[i].name!r} as {place[first[i]]!r}" for i in moved[:3])
             raise RuntimeError(
-                f"rank {rank} was given the parameters in another order than rank 0: it has rank 0's {places}"
+                f"rank {rank} passed the parameters in another order than rank 0: rank {rank} has rank 0's {places}"
                 f"{', ...' if len(moved) > 3 else ''}; every rank must pass the same parameters in the same order. "
-                "Pass model.named_parameters(), of which the names are compared"
+                "Pass model.named_parameters(), whose names are compared"
             )
 
 

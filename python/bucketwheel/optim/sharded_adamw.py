@@ -57,105 +57,101 @@ _COLLECTIVE = (
 class ShardedAdamW(Optimizer):
     r"""AdamW with sharded gradients and optimizer states (ZeRO-2), a drop-in for `torch.optim.AdamW`.
 
-    The update is AdamW's (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2), with the order
-    of operations of ``torch.optim.AdamW(fused=True)``. Gradients are averaged over the group as
-    `DistributedDataParallel` does; do not wrap the model in it. With no process group (or a group of one) this is a
-    local fused AdamW.
+    Each rank keeps the gradients and the optimizer states of its own shard. Gradients are reduced during backward and averaged
+    over the ranks, as `DistributedDataParallel` does; do not wrap the model in DDP too. `step` updates the rank's shard and
+    gathers the parameters. The update follows Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2,
+    with the order of operations of ``torch.optim.AdamW(fused=True)``. Without a process group, or with a group of one rank,
+    the optimizer is a local fused AdamW.
 
-    Construction moves every trainable parameter into flat memory of the communicator (the `Parameter` objects stay)
-    and, by default, broadcasts rank 0's values. During backward each gradient goes into a bucket and ``p.grad`` becomes
-    a placeholder that answers stock torch code (`bucketwheel.grads.placeholder`); values are available from `full_grad`.
-    Backward may run in any thread, but no two at once that reach the same parameter.
+    The constructor moves all trainable parameters into flat memory of the communicator. The `Parameter` objects stay the same.
+    By default all ranks receive rank 0's values. After backward ``p.grad`` is a placeholder: torch's `clip_grad_norm_`,
+    `GradScaler` and in-place scaling work on it, and reading its values raises `ShardedGradError`. Use `full_grad` to read
+    values. Backward may run in any thread. Two backwards that reach the same parameter must not run at the same time.
 
-    ``param_groups`` and ``state`` may be edited between steps, as with torch, on all ranks alike: the next collective call
-    follows, or raises on all ranks (`bucketwheel.optim.shown_state` has a table). ``state`` shows this rank's part; see
-    `full_state` and `reset_state`. Hyperparameters that differ between ranks raise RuntimeError on all in `step`.
+    You may edit ``param_groups`` and ``state`` between steps, in the same way on all ranks. The next collective call applies
+    the edit, or raises on all ranks. ``state`` shows this rank's part; see `full_state` and `reset_state`.
 
-    Collective, to be called by all ranks in the same order: the constructor, `step`, `grad_sync`, `clip_grad_norm_`,
-    `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`, `load_full_state_dict`, `close`, and
-    what stock code asks of placeholders.
+    These calls are collective. All ranks must make them in the same order: the constructor, `step`, `grad_sync`,
+    `clip_grad_norm_`, `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`,
+    `load_full_state_dict`, `add_param_group`, `close`, and torch's functions that read the values of placeholders. Use the
+    optimizer in a ``with`` statement, or call `close` at the end.
 
     Args:
-        params: parameters, (name, parameter) pairs or group dicts, as for any torch optimizer; float32, bfloat16, float16
-            and float64, also mixed, on the CPU or all on one CUDA device. Frozen ones (``requires_grad=False``) are left
-            alone; once they are trained the next collective call takes them in. A group may have ``"granularity"``: None
-            (default), shard boundaries fall on rows of the parameters in every bucket where that takes at most 1 % of it,
-            and `describe` names the buckets where it does not; ``"row"``, they never split a row, whatever
-            padding that takes; ``"element"``, they fall anywhere. A row is a slice of the outermost
-            dimension in memory. docs/checkpoints.md, "Row cuts", says what needs them. Keys of your own are kept; ValueError for
-            options of all groups and for misspelt ones, also in `add_param_group`.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`. ``amsgrad`` and ``maximize`` are the same
-            in all groups; ``amsgrad`` stays what it is.
-        decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. The same in all groups.
-        foreach, fused: accepted and ignored; the update is always fused.
-
-    Which ranks:
-        process_group: the ranks to shard over: a torch process group, or a `Communicator` (on GPUs the second of
-            `Communicator.pair`, so that gathers and reductions overlap), or a `LocalRank`. None: all ranks if
-            ``torch.distributed`` is initialised, else this process alone: RuntimeError where a launcher's ``WORLD_SIZE``
-            says that there are others. ``LocalWorld(1).rank(0)``: alone in any case.
-        replicate_group: replicates what the ``process_group`` shards (HSDP): the ranks that are at this rank's place in
-            theirs. Gradients are reduced over the ``process_group`` first, then this rank's part over the
-            ``replicate_group``; parameters are gathered within the ``process_group``. Collective calls are those of all
-            ranks of both. ValueError on all ranks unless the groups fit.
-        gradient_average: mean over all ranks (True) or sum.
-        broadcast_params: take rank 0's parameters at construction; with replicas, those of the first rank of all.
-        timeout_s: how long ranks wait for each other, here and in every collective call, before they raise `CommTimeout`.
-            None: the process group's timeout. Not with a `Communicator`, which has its own.
-
-    How precise (docs/numerics.md has a table; float64 parameters are float64 throughout):
-        master_weights: where the precise weights of bfloat16 and float16 parameters are. ``"auto"``, ``"fp32"``: in an fp32
-            master shard. ``"bf16_remainder"``: as 16 bits more beside each bfloat16 parameter, which saves 2 of 12 bytes;
-            ValueError without bfloat16 or with float16 parameters. ``"none"``: parameters are their own weights, rounded to
-            nearest at every step, so small updates are lost.
-        state_dtype: of the moments: float32 (None) or bfloat16, whose ``exp_avg_sq`` is rounded stochastically, with the
-            same bits at any world size.
-        reduce_dtype: of gradients in buckets: float32, bfloat16 or float16. None: the parameter's, but float32 for
-            float16, whose sums would overflow. On one host sums over ranks are float32 in any case; NCCL adds in it.
-        accum_dtype: of the gradient shards, in which sync windows add up: float32 (None) or bfloat16.
-
-    What overlaps, in how much memory:
-        bucket_cap_mb: size of a bucket in MiB. None: 16 on the CPU; on CUDA a sixteenth of the parameters' bytes, at least 16
-            and at most 128 (docs/memory.md says why). With row cuts buckets are near this size, and at
-            most 4 times as large; with ``"granularity": "element"`` no larger.
-        max_inflight_buckets: how many buckets may have memory at once where gradients come in their order. A soft bound:
-            backward waits for no peer without end (docs/memory.md has the formula). With ``registered=True`` of the
-            communicator: how many buckets' worth of registered memory there is, all the time.
-        overlap_grad_sync: reduce buckets during backward.
-        overlap_param_sync: leave the parameter gather running when `step` returns. Whatever torch does with a parameter
-            waits for it first; see `param_sync` for what torch does not see. Call `prefetch_params(model)` once.
-
-    What stays the same:
-        static_graph: a promise that every step has gradients of the same parameters, on each rank its own, and that none is
-            dropped (or scaled, where a rank has none) between a backward and its step. Ranks then agree in the first step
-            only, so learning rates that differ later are not noticed. Nor are edits of ``param_groups`` and ``state``
-            compared: a rank that alone edits them ends in `CommTimeout`. If a rank breaks the promise, it raises
-            RuntimeError naming the parameter, in backward or at the end of the window, and aborts the communicator, so
-            that the others raise `PeerError` with the same text.
-        capturable: steps can be captured in CUDA graphs; replays count steps on and read learning rates that are tensors on
-            the device. Needs ``static_graph=True`` and CUDA; over several ranks the nccl backend, no
-            ``overlap_param_sync``, and `zero_grad` to `step` in one graph on all of them, after an eager step
-            (docs/ordering.md, "A whole step in a graph"). For the whole process it sets
-            `torch.autograd.graph.set_override_stale_capture_stream`, or warns where torch has none.
-        on_external_update: what `step` does if a parameter was written to since the last one (``load_state_dict`` of the
-            model, a moving average, ``p.data.clamp_()``, ``dist.broadcast(p.data, 0)``), the same on all ranks.
-            ``"resync"`` goes on from what was written, element by element; ``"error"`` raises RuntimeError on all ranks,
-            naming it, before anything is updated, if its version counter or address shows the write (``p.data``, NumPy and
-            collectives raise no version: such writes are taken as by ``"resync"``); ``"ignore"`` goes on from the master
-            weight, if there is one. docs/numerics.md, "Writes by others". See `reload_master_params`.
-        full_state_dict: from the first step on `state_dict` is collective, and on rank 0 it is `full_state_dict`: for
-            frameworks, which save that of rank 0 (docs/frameworks.md, "Checkpoints").
+        params: Parameters, (name, parameter) pairs or parameter groups, as for any torch optimizer. Dtypes float32, bfloat16,
+            float16 and float64, also mixed. All parameters are on the CPU or on one CUDA device. Parameters with
+            ``requires_grad=False`` are ignored until you set it to True. A group may have the key ``"granularity"``, which
+            says where shard boundaries fall: on rows of parameters where the padding stays below 1 % of a bucket (None, the
+            default), always on rows (``"row"``), or anywhere (``"element"``). A row is a slice of the outermost dimension in
+            memory; see docs/saving.md, "Row cuts". The optimizer keeps keys of your own in groups.
+        lr: As in `torch.optim.AdamW`; a float or a tensor.
+        betas: As in `torch.optim.AdamW`.
+        eps: As in `torch.optim.AdamW`.
+        weight_decay: As in `torch.optim.AdamW`.
+        amsgrad: As in `torch.optim.AdamW`. All groups have the same value, which cannot change later.
+        maximize: As in `torch.optim.AdamW`. All groups have the same value.
+        foreach: Accepted and ignored. The update is always fused.
+        fused: Accepted and ignored. The update is always fused.
+        capturable: Allow steps in CUDA graphs. Replays advance the step count and read learning rates that are tensors on the
+            device. Requires ``static_graph=True`` and CUDA; over several ranks also the nccl backend,
+            ``overlap_param_sync=False``, and all calls from `zero_grad` to `step` in one graph, after one eager step. See
+            docs/developers/ordering.md, "A whole step in a graph". The option sets
+            `torch.autograd.graph.set_override_stale_capture_stream` for the process, or warns if torch does not have it.
+        differentiable: Must be False.
+        decoupled_weight_decay: False adds weight decay to the gradient (L2), as `torch.optim.Adam` does. All groups have the
+            same value.
+        process_group: The ranks to shard over: a torch process group, a `Communicator` (on GPUs the second one of
+            `Communicator.pair`, so that gathers and reductions overlap) or a `LocalRank`. None means all ranks if
+            ``torch.distributed`` is initialised, else this process alone. ``LocalWorld(1).rank(0)`` always means this process
+            alone.
+        replicate_group: The ranks that hold the same shard (HSDP). Gradients are reduced over ``process_group`` first, then
+            this rank's part over ``replicate_group``. Parameters are gathered within ``process_group``. All ranks of both
+            groups make the collective calls.
+        gradient_average: True averages gradients over all ranks, False sums them.
+        broadcast_params: Give all ranks rank 0's parameters in the constructor. With replicas, rank 0 is the first rank of all
+            groups.
+        timeout_s: Seconds that a rank waits for the others in any collective call before it raises `CommTimeout`. None means
+            the process group's timeout. Not allowed with a `Communicator`, which has its own time limit.
+        master_weights: How bfloat16 and float16 parameters keep full precision. ``"auto"`` and ``"fp32"`` keep a float32 copy
+            of the rank's shard. ``"bf16_remainder"`` keeps the 16 bits that a bfloat16 parameter lacks, which saves 2 of 12
+            bytes; all 16-bit parameters must be bfloat16. ``"none"`` keeps nothing: parameters are rounded in every step, and
+            small updates are lost.
+        state_dtype: Dtype of ``exp_avg`` and ``exp_avg_sq``: float32 (None) or bfloat16. A bfloat16 ``exp_avg_sq`` is rounded
+            stochastically, with the same bits at any world size.
+        reduce_dtype: Dtype of gradients in buckets: float32, bfloat16 or float16. None means the parameter's dtype, and
+            float32 for float16 parameters, whose sums could overflow. On one host sums over ranks are computed in float32;
+            NCCL adds in ``reduce_dtype``.
+        accum_dtype: Dtype of the gradient shards, in which several `grad_sync` calls add up: float32 (None) or bfloat16. The
+            four dtype options do not apply to float64 parameters. See docs/numerics.md.
+        bucket_cap_mb: Size of a bucket in MiB. None means 16 on the CPU. On CUDA None means a sixteenth of the parameters'
+            bytes, at least 16 MiB and at most 128 MiB. With row cuts a bucket may be up to 4 times as large.
+        overlap_grad_sync: Reduce buckets during backward.
+        overlap_param_sync: Let `step` return while parameters are still gathered. Every torch function that uses a parameter
+            waits for its gather first; see `param_sync` for the exceptions. Call `prefetch_params` once.
+        max_inflight_buckets: Number of buckets that may have memory at the same time if gradients come in bucket order. A soft
+            limit: backward takes more memory rather than wait for another rank without end (docs/memory.md). With a
+            communicator that has ``registered=True``, the number of buckets with registered memory.
+        static_graph: Your promise that the same parameters have gradients in every step, and that no gradient is dropped
+            between backward and `step`. Ranks then compare these facts in the first step only. Differences in learning rates
+            or group edits that come later are not noticed. If a rank breaks the promise, it raises RuntimeError with the
+            parameter's name, and the other ranks raise `PeerError` with the same text.
+        on_external_update: Effect of a write to a parameter between two steps (by the model's ``load_state_dict``, a moving
+            average, ``p.data.clamp_()``, a broadcast). All ranks must write the same values. ``"resync"`` continues from the
+            written values, element by element. ``"error"`` raises RuntimeError on all ranks before anything is updated, if the
+            parameter's version counter or address shows the write; other writes count as with ``"resync"``. ``"ignore"``
+            continues from the master weight, if there is one. See docs/numerics.md, "Writes by others".
+        full_state_dict: Make `state_dict` collective after the first step, with the result of `full_state_dict` on rank 0.
+            Frameworks that save rank 0's ``state_dict()`` need this (docs/frameworks.md, "Checkpoints").
 
     Raises:
-        ValueError, TypeError: bad arguments, naming the parameter or option; nothing has been moved.
-        RuntimeError: ranks disagree on the parameters, their order or the options. Names are compared where
-            ``named_parameters()`` gave them; of parameters without, values.
+        ValueError: A bad argument, or a parameter of another `ShardedAdamW` that has gradients which no step has used.
+            Parameters have not moved.
+        TypeError: An argument of the wrong type. Parameters have not moved.
+        RuntimeError: Ranks disagree on the parameters, their order or the options, or ``WORLD_SIZE`` says that there are other
+            ranks but there is no process group.
 
-    Replaces optimizers that train some of the parameters; their next call raises `ClosedError`. ValueError on all ranks while
-    one of them has gradients that no step has used.
-
-    Warns where frozen parameters that it is given differ between ranks. It sees no buffers: `sync_module`.
-    """
+    If other `ShardedAdamW` optimizers train some of the parameters, the new one replaces them; their next call raises
+    `ClosedError`. The constructor warns if frozen parameters differ between ranks. It does not look at buffers; use
+    `sync_module` for them."""
 
     steps_sharded_grads = True  # optim/foreign_steps.py refuses any other
     _host_rows = AdamRows  # for checkpoints
@@ -194,7 +190,7 @@ class ShardedAdamW(Optimizer):
         full_state_dict: bool = False,
     ) -> None:
         if hasattr(self, "_made_engine"):
-            raise RuntimeError(f"{type(self).__name__}.__init__ again: this optimizer is made already; make a new one")
+            raise RuntimeError(f"{type(self).__name__}.__init__ was called a second time; make a new optimizer instead")
         expect_hyperparameters(lr, betas, eps, weight_decay, differentiable)
         defaults = dict(
             lr=lr,
@@ -290,17 +286,17 @@ class ShardedAdamW(Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient on any rank, as torch would; returns the closure's value.
-        Collective.
+        """Updates all parameters that have a gradient on any rank; returns the closure's value. Collective.
 
-        Reduces what is left of the gradients, applies averaging and clipping inside the update, and gathers the
-        parameters. Gradients stay until `zero_grad`. Parameters without a gradient anywhere are neither stepped nor
+        `step` reduces the gradients that are not reduced yet, applies averaging and clipping inside the update, and gathers
+        the parameters. Gradients stay until `zero_grad`. A parameter without a gradient on any rank is neither updated nor
         decayed.
 
-        On CUDA, after a failed launch the state of the device is unknown: the step may be counted already, and
-        parameters updated in part. Make a new optimizer from a checkpoint. `CaptureError` under CUDA graph capture
-        unless ``capturable``.
-        """
+        If a launch on CUDA fails, the state of the device is unknown: the step may have been applied in part. Load a
+        checkpoint into a new optimizer. Without ``capturable=True``, `CaptureError` is raised during CUDA graph capture.
+
+        Raises:
+            RuntimeError: Hyperparameters differ between ranks. Raised on all ranks; nothing has been updated."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -318,7 +314,7 @@ class ShardedAdamW(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients (``p.grad = None``), or makes them zero. Local."""
+        """Sets gradients to None, or to zero with ``set_to_none=False``. Local."""
         is_profiled = profiler._is_profiler_enabled  # else a range costs microseconds for nothing
         with profiler.record_function(self._zero_grad_profile_name) if is_profiled else nullcontext():
             self._engine.zero_grad(set_to_none)
@@ -328,22 +324,22 @@ class ShardedAdamW(Optimizer):
             self._trained.zero_unfrozen(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward accumulates in ``p.grad`` on this rank alone; the next backward outside, or `step`, reduces
-        the sum.
+        """Context in which backward accumulates gradients on this rank without reducing them. Local.
 
-        Nests, and is left by exceptions too. It is read when a gradient is produced (during backward), not at forward.
-        """
+        The next backward outside, or `step`, reduces the sum. Put it around backward; it has no effect on forward. Contexts
+        nest."""
         return self._engine.no_sync()
 
     def grad_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Reduces all gradients now and adds them to the shards. After each micro-batch it bounds memory as ZeRO-2 should.
-        Collective.
+        """Reduces all gradients now and adds them to the gradient shards. Collective.
 
-        With ``parameters`` it only starts, and is local: these have all the gradients that the window will bring, kept
-        by `no_sync` so far, so buckets that are complete are launched, in the order that is the same on all ranks. The
-        next collective call finishes. That is what pipeline schedules expect of a ``grad_sync_func``. RuntimeError
-        inside `no_sync`.
-        """
+        Call it after each micro-batch to keep gradient memory sharded during accumulation. With ``parameters`` the call is
+        local and only starts reductions: it says that these parameters get no more gradients before the step, as a pipeline
+        schedule's ``grad_sync_func`` does. Complete buckets are launched in the order that is the same on all ranks, and the
+        next collective call finishes them.
+
+        Raises:
+            RuntimeError: Inside `no_sync`."""
         if parameters is None:
             self._follow_groups()
             self._engine.close_window()
@@ -351,23 +347,22 @@ class ShardedAdamW(Optimizer):
             self._engine.start_window(self._trained.indices(parameters) or ())
 
     def param_sync(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Waits until the parameters (or ``parameters``) are those of the last step. Does nothing unless
-        ``overlap_param_sync``. Can be a pipeline schedule's ``param_sync_func``: `step` has started the gathers.
+        """Waits until all parameters, or ``parameters``, have the values of the last step. Local.
 
-        Needed only before something reads or writes a parameter's memory behind torch's Python functions, outside of the
-        forwards that `prefetch_params` knows: docs/ordering.md, "Reading parameters while they are gathered", has the list.
-        """
+        Does nothing without ``overlap_param_sync``. A pipeline schedule can use it as ``param_sync_func``. Call it before code
+        that reads or writes a parameter's memory without torch's Python functions, outside of the forwards that
+        `prefetch_params` covers. docs/developers/ordering.md, "Reading parameters while they are gathered", has a list."""
         self._engine.param_sync(self._trained.indices(parameters))
 
     def prefetch_params(self, model: torch.nn.Module) -> Callable[[], None]:
-        """With ``overlap_param_sync``: every module waits for its own parameters just before its forward, and `step`
-        gathers them in the order of these forwards. Does nothing otherwise.
+        """Makes each module of ``model`` wait for its own parameters just before its forward, with ``overlap_param_sync``. Local.
 
-        ``model`` may be a part of what is trained; call it for each of several. Of compiled models pass what is called
-        from Python: ``torch.compile(model)``, or a model whose blocks are compiled; otherwise `step` waits.
+        `step` then gathers parameters in the order of the forwards. Does nothing without ``overlap_param_sync``. Call it once
+        for each model, or for each part of a model, that the optimizer trains. For a compiled model pass the object that
+        Python calls: ``torch.compile(model)``, or the model whose blocks are compiled.
 
-        Returns a function that removes the hooks again; `close` does too.
-        """
+        Returns:
+            A function that removes the hooks. `close` removes them too."""
         return self._engine.prefetch_params(model)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -381,13 +376,14 @@ class ShardedAdamW(Optimizer):
         *,
         parameters: Iterable[Parameter] | None = None,
     ) -> Tensor:
-        """Clips the norm of all gradients (or of ``parameters``') together; returns the norm before. Collective.
+        """Clips the norm of all gradients, or of those of ``parameters``; returns the norm before clipping. Collective.
 
-        As `torch.nn.utils.clip_grad_norm_`: the factor is ``max_norm / (norm + 1e-6)``, at most 1. It is applied inside
-        the next `step`, so it costs no pass over the gradients. The result is a 0-d tensor on the parameters' device,
-        float32 (float64 if a parameter is), equal on all ranks; on CUDA nothing waits for the device. RuntimeError on all
-        ranks if ``error_if_nonfinite`` and the norm is inf or NaN; nothing is clipped then.
-        """
+        As `torch.nn.utils.clip_grad_norm_`, the factor is ``max_norm / (norm + 1e-6)``, at most 1. `step` applies it, so
+        clipping does not read the gradients again. The result is a 0-d tensor on the parameters' device, float32 (float64 if a
+        parameter is float64), the same on all ranks. On CUDA the host does not wait for the device.
+
+        Raises:
+            RuntimeError: The norm is inf or NaN and ``error_if_nonfinite`` is True. Raised on all ranks; nothing is clipped."""
         self._follow_groups()
         indices = self._trained.indices(parameters)
         if error_if_nonfinite:  # asked of the host, so it waits for the device
@@ -401,14 +397,13 @@ class ShardedAdamW(Optimizer):
         return self._engine.clip(indices, float(max_norm), float(norm_type))
 
     def local_grad_norm(self, norm_type: float = 2.0, *, parameters: Iterable[Parameter] | None = None) -> Tensor:
-        """The norm that `clip_grad_norm_` would return, without clipping. Collective.
+        """Returns the norm that `clip_grad_norm_` would return, without clipping. Collective.
 
-        Of this optimizer's gradients (or ``parameters``') alone, each element counted once: whole gradients, averaged
-        over the data-parallel ranks, and equal on all of them. Where a model is spread over several optimizers, as its
-        parts are with tensor parallelism, take the 2-norm of their norms (the maximum, for inf) over the ranks that
-        hold the parts, and give the result to `clip_grads_with_norm_`. A parameter that several parts have a copy of
-        must be left out of ``parameters`` in all but one of them.
-        """
+        The norm is that of this optimizer's gradients (or of the gradients of ``parameters``), averaged over the data-parallel
+        ranks, with each element counted once. It is the same on all ranks of the optimizer. If a model is spread over several
+        optimizers, as with tensor parallelism, compute the 2-norm of their norms (for ``inf`` the maximum) over the ranks that
+        hold the parts, and pass the result to `clip_grads_with_norm_`. Leave a parameter that several parts hold out of
+        ``parameters`` in all parts but one."""
         self._follow_groups()
         return self._engine.total_norm(self._trained.indices(parameters), float(norm_type))
 
@@ -420,12 +415,11 @@ class ShardedAdamW(Optimizer):
         *,
         parameters: Iterable[Parameter] | None = None,
     ) -> None:
-        """Clips all gradients (or ``parameters``') as if ``total_norm`` were their norm. Collective.
+        """Clips all gradients, or the gradients of ``parameters``, as if ``total_norm`` were their norm. Collective.
 
-        As `torch.nn.utils.clip_grads_with_norm_`: the factor is ``max_norm / (total_norm + 1e-6)``, at most 1, applied
-        inside the next `step`. Ranks must give the same norm: a number, or a tensor of one element; on the parameters'
-        CUDA device nothing waits for it.
-        """
+        As `torch.nn.utils.clip_grads_with_norm_`, the factor is ``max_norm / (total_norm + 1e-6)``, at most 1. `step` applies
+        it. All ranks must pass the same norm: a number or a tensor of one element. If the tensor is on the parameters' CUDA
+        device, the host does not wait for it."""
         if isinstance(total_norm, Tensor) and total_norm.numel() != 1:
             raise ValueError(
                 f"total_norm must be a number or a tensor of one element, got shape {tuple(total_norm.shape)}"
@@ -438,9 +432,10 @@ class ShardedAdamW(Optimizer):
         self._engine.clip_with(self._trained.indices(parameters), clip_coefficient(float(max_norm), norm))
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole averaged (and clipped) gradient of ``param`` on every rank, fp32 (fp64 for a float64 parameter); None if
-        no rank has one, and of a frozen parameter. Collective.
-        """
+        """Returns the averaged and clipped gradient of ``param`` in the parameter's shape, on all ranks. Collective.
+
+        The dtype is float32, or float64 for a float64 parameter. Returns None if no rank has a gradient or if the parameter is
+        frozen."""
         if not isinstance(param, Tensor):
             raise TypeError(f"param is {param!r}, expected a parameter")
         self._follow_groups()
@@ -451,16 +446,14 @@ class ShardedAdamW(Optimizer):
     # --- the rest of torch.optim.Optimizer ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, without communication (but with ``full_state_dict=True``): of sharded parameters this rank's part.
+        """Returns this rank's part of the state. Local, but collective with ``full_state_dict=True``.
 
-        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` ``max_exp_avg_sq``, and,
-        for bfloat16 and float16 parameters, ``master_param`` (fp32, also where it is kept as a remainder; not with
-        ``master_weights="none"``). Over several ranks they are `bucketwheel.checkpoint.TensorShard`, which
-        `torch.distributed.checkpoint` saves from all ranks together and loads at any other number of ranks; at world
-        size 1 plain tensors of the parameter's shape. All are copies.
-
-        For torch's ``get_optimizer_state_dict`` with ``full_state_dict=True``, which is collective, whole tensors.
-        """
+        ``state[i]`` holds ``step`` (float32, 0-d), ``exp_avg`` and ``exp_avg_sq``; with ``amsgrad`` also ``max_exp_avg_sq``;
+        for bfloat16 and float16 parameters also ``master_param`` (float32, also for remainders), unless
+        ``master_weights="none"``. Over several ranks the values are `bucketwheel.checkpoint.TensorShard` objects:
+        `torch.distributed.checkpoint` saves them from all ranks together and loads them at any number of ranks. On one rank
+        they are tensors of the parameter's shape. All are copies. If torch's ``get_optimizer_state_dict`` asks for full
+        states, the call is collective and returns full tensors."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.param_sync()
@@ -471,16 +464,17 @@ class ShardedAdamW(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned on this rank, or `torch.distributed.checkpoint` has loaded into that, or a full
-        one: `torch.optim.AdamW`'s, or one of world size 1.
+        """Loads a state dict on all ranks or on none. Collective.
 
-        The dict is not changed and states keep their dtype, whatever the parameter's and the dict's are. A dict of any
-        ``master_weights`` and ``state_dtype`` will do (docs/numerics.md says what is exact); load the model first. States and
-        settings follow ``param_names`` where both sides have them, else the order in ``param_groups``, as with torch.
-        Collective: if it fails on one rank it fails on all, and nothing has been loaded anywhere. ValueError if groups,
-        parameters, ``amsgrad`` or this rank's ranges do not match, or on another rank; KeyError if something is missing;
-        RuntimeError while gradients are pending, which no step has used (call `step` or `zero_grad` first). Others stay.
-        """
+        Accepts this rank's `state_dict`, also after `torch.distributed.checkpoint` has loaded into it, or a full state dict:
+        that of `torch.optim.AdamW` or of one rank. Load the model first. States are converted to the optimizer's dtypes, from
+        any ``master_weights`` and ``state_dtype`` (docs/numerics.md says which conversions are exact). Entries are matched by
+        ``param_names`` if both sides have names, else by their order in ``param_groups``, as in torch.
+
+        Raises:
+            ValueError: Groups, parameters, ``amsgrad`` or this rank's ranges do not match, here or on another rank.
+            KeyError: An entry is missing.
+            RuntimeError: There are gradients that no step has used. Call `step` or `zero_grad` first."""
         self._load("load_state_dict", lambda: state_dict)
 
     def _load(
@@ -517,18 +511,21 @@ class ShardedAdamW(Optimizer):
         masters: bool = True,
         model: torch.nn.Module | None = None,
     ) -> dict[str, Any]:
-        """The whole state on rank ``dst`` of all ranks (None: on every one), as `torch.optim.AdamW.state_dict` returns it; {}
-        on the others. On the CPU, each state in its own dtype. Others need ``chunk_bytes`` beside their states. Collective.
-        Hooks of `state_dict` are not called.
+        """Returns the full state on rank ``dst``, in the format of `torch.optim.AdamW.state_dict`, and {} elsewhere. Collective.
+
+        Tensors are on the CPU, each in the dtype of the state. Other ranks need ``chunk_bytes`` of memory beside their states.
+        State dict hooks are not called.
 
         Args:
-            path: rank ``dst`` writes the dict to this file, and returns {} too. ``torch.load(path, weights_only=True)`` reads
-                it. It has this name once it is complete and synced; OSError where it cannot be written, on other ranks
-                ValueError with its text.
-            masters: with ``master_param``, which this optimizer needs to go on bitwise. `torch.optim.AdamW` loads one,
-                rounded to the parameter's dtype, and never uses it.
-            model: call parameters what it calls them, for `torch.distributed.checkpoint.state_dict`; else they are numbered.
-        """
+            dst: The rank that receives the dict; None means all ranks.
+            path: File that rank ``dst`` writes the dict to; it then returns {} too. ``torch.load(path, weights_only=True)``
+                reads the file. The file appears under this name once it is complete. If it cannot be written, rank ``dst``
+                raises OSError and the other ranks ValueError.
+            chunk_bytes: Bytes that are sent at a time.
+            masters: Include ``master_param``, which this optimizer needs to continue with the same bits. `torch.optim.AdamW`
+                accepts the entry and does not use it.
+            model: Use this model's parameter names as keys, as `torch.distributed.checkpoint.state_dict` does. None means
+                numbers, as in torch."""
         self._follow_groups()
         self._follow_state()
         return full_state.save(self, dst, path=path, chunk_bytes=chunk_bytes, masters=masters, model=model)
@@ -540,13 +537,17 @@ class ShardedAdamW(Optimizer):
         *,
         chunk_bytes: int = full_state.CHUNK_BYTES,
     ) -> None:
-        """`load_state_dict` of a whole state that rank ``src`` of all ranks has (the others give None), or, with ``src`` None,
-        every rank. Others need ``chunk_bytes`` beside their states. Collective, with the errors of `load_state_dict`; no hooks.
+        """Loads a full state that rank ``src`` has; other ranks pass None. Collective.
 
-        ``state_dict``: what `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
-        ``get_optimizer_state_dict`` with ``full_state_dict=True`` returned (not flattened), or the path of a torch.save file
-        of one. Where both sides have names, states and settings follow these; else the order in ``param_groups`` counts.
-        """
+        Raises as `load_state_dict` does. Other ranks need ``chunk_bytes`` of memory beside their states. State dict hooks are
+        not called.
+
+        Args:
+            state_dict: A dict returned by `full_state_dict`, `torch.optim.AdamW`, `ZeroRedundancyOptimizer` (consolidated) or
+                ``get_optimizer_state_dict`` with ``full_state_dict=True`` (not flattened), or the path of a ``torch.save``
+                file of such a dict.
+            src: The rank that has it; None means that all ranks have it.
+            chunk_bytes: Bytes that are sent at a time."""
         self._follow_groups()
         given = full_state.spread(self, state_dict, src, chunk_bytes)
         with failing_together(self._engine.expect_done_by_all, "load_full_state_dict"):
@@ -555,13 +556,15 @@ class ShardedAdamW(Optimizer):
         self._note_loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does; at any time. Collective once the optimizer is made.
+        """Adds a parameter group, at any time. Collective once the optimizer is made.
 
-        The parameters are moved into flat memory of their own, with new states, and broadcast; buckets are formed anew.
-        Gradients that there are stay, reduced by now. If it fails nothing has been added: ValueError or TypeError for
-        parameters that cannot be trained and keys that look like an option, RuntimeError on all ranks where they were given
-        different ones.
-        """
+        The parameters move into flat memory, get new states and are broadcast from rank 0. Pending gradients are reduced and
+        stay. If the call fails, nothing has been added.
+
+        Raises:
+            ValueError: A parameter that cannot be trained, or a misspelt option.
+            TypeError: A parameter or option of the wrong type.
+            RuntimeError: Ranks passed different parameters. Raised on all ranks."""
         if isinstance(param_group, dict):  # else torch says so
             expect_group_keys(param_group, self.defaults, _OPTIONS)
         super().add_param_group(param_group)
@@ -578,51 +581,52 @@ class ShardedAdamW(Optimizer):
     # --- states of single parameters ---------------------------------------------------------------------------------
 
     def full_state(self, param: Parameter) -> dict[str, Tensor]:
-        """The state of ``param`` as `torch.optim.AdamW` has it, on every rank: copies of ``step`` (float32, 0-d) and, in its
-        shape, what else `state_dict` has. ``optimizer.state`` shows this rank's part alone. Collective.
-
-        To go on with changed moments assign them to ``optimizer.state[param]``, or to that of a parameter that takes its
-        place in the groups: the next step takes this rank's part of them.
-        """
+        """Returns the state of ``param`` in the parameter's shape, on all ranks. Collective. The dict holds copies of the entries
+        that `state_dict` has. To change moments, assign tensors of the parameter's shape to ``optimizer.state[param]``; the
+        next step takes this rank's part of them."""
         self._follow_groups()
         self._follow_state()
         return full_state.whole_entry(self._engine, self._engine.infos[self._trained.index_known(param, "full_state")])
 
     def reset_state(self, parameters: Iterable[Parameter] | None = None, rows: Any = None) -> None:
-        """Zeroes the moments and the step of all parameters, or of ``parameters``; with ``rows`` the moments of these alone: what
-        indexes the first dimension of each (indices, a mask, a slice). Weights stay. Local, to be called alike by all ranks:
-        RuntimeError on all in the next `step` if they have not.
+        """Sets moments and step counts of all parameters, or of ``parameters``, to zero. Local; all ranks must call it alike.
+        Weights do not change. If the calls differ between ranks, the next `step` raises RuntimeError on all ranks.
 
-        A parameter that is new in the groups starts anew. ValueError for one that is not trained by this optimizer, and for
-        ``rows`` of a new one whose state was assigned: the next `step` takes it in.
-        """
+        Args:
+            parameters: The parameters to reset; None means all.
+            rows: Index of the first dimension (indices, a mask or a slice). Only these rows of the moments are set to zero,
+                and step counts stay.
+
+        Raises:
+            ValueError: A parameter that this optimizer does not train, or ``rows`` without ``parameters``."""
         states.reset_chosen(self, parameters, rows)
 
     def reload_master_params(self) -> None:
-        """Takes the parameters as they are for the weights. Local.
+        """Makes the parameters' present values the weights that are trained. Local; all ranks must have the same values.
 
-        For edits that ``on_external_update`` "error" or "ignore" would not take, and where a remainder would add to what
-        was written. Masters that round to the parameter stay. All ranks must have made the same edit.
-        """
+        Call it after an edit that ``on_external_update`` "error" or "ignore" would not accept, and after an edit of bfloat16
+        parameters with remainders, whose extra bits would be added to the new values. Masters that round to the parameter
+        stay."""
         self._engine.reload_masters()
 
     def describe(self) -> str:
-        """A readable text: ranks, options, a line for each bucket (locally for each dtype), and totals. Local, the same on all
-        ranks. The expected peak is that of docs/memory.md where gradients come in the order of the buckets."""
+        """Returns a readable text: ranks, options, one line for each bucket, and totals. Local, the same on all ranks.
+
+        The expected peak holds if gradients come in bucket order (docs/memory.md)."""
         return self._engine.describe()
 
     def memory_summary(self) -> dict[str, int]:
-        """Bytes on this rank, exactly. Local. docs/memory.md has the formula of each.
+        """Returns bytes on this rank, by kind. Local. docs/memory.md has the formulas.
 
-        - ``params``: flat memory, of which ``params_padding`` belong to no parameter
-        - ``grads``: gradient shards; locally the gradients there are
-        - ``states``: all, and each that there is by its name, such as ``exp_avg``
-        - ``pool``: reserved by the communicators' pools beside ``params``: ``planned`` for buckets, of which ``load`` are in use
-          at once, what is on the ``side`` (``side_peak``: at most), and ``partial_sums`` with a ``replicate_group``
-        - ``buckets``, ``buckets_peak``: those that have memory now, the most so far; ``held``, ``held_peak``: gradients that
-          buckets on CUDA keep by reference until they are packed
-        - ``bookkeeping``: step counts, factors, flags, sums of squares
-        """
+        - ``params``: flat memory, including ``params_padding``
+        - ``grads``: gradient shards; without other ranks the present gradients
+        - ``states``: all optimizer states, and each state by its name, such as ``exp_avg``
+        - ``pool``: reserved by the communicators' pools beside ``params``: ``planned`` for buckets, of which ``load`` are in
+          use at the same time; ``side`` for buckets without a planned place (``side_peak``: the most so far); ``partial_sums``
+          with a ``replicate_group``
+        - ``buckets``, ``buckets_peak``: buckets that have memory now, and the most so far
+        - ``held``, ``held_peak``: gradients on CUDA that wait to be packed into a bucket
+        - ``bookkeeping``: step counts, factors, flags and sums of squares"""
         return self._engine.memory()
 
     # [Note: wrappers of optimizers] Lightning and Fabric make a class of their own and ours and call our methods with an
@@ -630,13 +634,11 @@ class ShardedAdamW(Optimizer):
     # set after construction; what changes lies in objects that both see.
 
     def close(self) -> None:
-        """Removes the hooks and gives parameters memory of their own again; the optimizer is of no use afterwards.
-        Collective. Gradients that there are are dropped, whatever the ranks have done to theirs.
+        """Removes the hooks and gives parameters memory of their own. Collective; further calls do nothing.
 
-        If the communicator has failed its error is raised, after all of this has been done. Idempotent. A ``with``
-        statement closes too; an exception that leaves it, SystemExit included, fails the communicator, which tells the
-        other ranks.
-        """
+        Pending gradients are dropped. If the communicator has failed, `close` raises its error after all of this is done. A
+        ``with`` statement calls `close`. If an exception leaves the ``with`` block, the communicator fails, so that the other
+        ranks raise `PeerError`."""
         if not self._made_engine.closed:
             self._made_engine.close("the optimizer is closed; make a new one for these parameters")
 
@@ -644,8 +646,7 @@ class ShardedAdamW(Optimizer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """`close`. With an exception on its way the other ranks may never come to that, so they are told, and what it says
-        is not hidden."""
+        """Closes. If an exception is on its way, the other ranks may never call `close`: the communicator is aborted instead."""
         if kind is None:
             self.close()
             return
@@ -655,7 +656,7 @@ class ShardedAdamW(Optimizer):
             self.close()
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Asked for by `torch.distributed.algorithms.join.Join`: TypeError."""
+        """Raises TypeError: `torch.distributed.algorithms.join.Join` is not supported."""
         raise TypeError(f"torch's Join was given a {type(self).__name__}. {NO_JOIN}")
 
     def __deepcopy__(self, memo: object) -> NoReturn:

@@ -234,8 +234,8 @@ class ShardedEngine:
         for info in new:
             if any(space.whole is home_of(info.param) for space in self.spaces):
                 raise ValueError(
-                    f"parameter {info.name!r} is sharded together with others that this optimizer trains already; close() it and "
-                    "make another of all of them"
+                    f"parameter {info.name!r} is sharded with parameters that this optimizer trains already; close() "
+                    "it and make a new optimizer for all of them"
                 )
 
     def change(self, kept: Sequence[ParamInfo], new: Sequence[ParamInfo], groups: Sequence[str], why: str) -> None:
@@ -291,7 +291,7 @@ class ShardedEngine:
             facts = self._hyperparameters.facts(param_groups, said)
             if of_state and core.is_capturing(self.device):
                 raise CaptureError(
-                    "optimizer.state was edited, and replays would do it again: step() before the capture"
+                    "optimizer.state was edited, and replays would repeat the edit: call step() before the capture"
                 )
         except (RuntimeError, TypeError, ValueError) as error:
             grads.refuse(str(error))
@@ -334,7 +334,7 @@ class ShardedEngine:
         flats = self._flats if edits.moved else []
         leaving = [flat for flat in flats if flat.expect_bindable(edits.moved, is_registered=self.comm.is_registered)]
         if leaving and not core.is_capturing(self.device):
-            self.grads.captures.expect_none("parameters' memory was exchanged (p.data = ...)")
+            self.grads.captures.expect_none("a new memory of parameters (p.data = ...)")
             self.param_sync()
             self.announce_write()
             for flat in leaving:
@@ -375,8 +375,8 @@ class ShardedEngine:
         rank, index = self._first_of_any_rank(0 if edits.follows else min(edits.moved, default=-1))
         if index >= 0:
             raise CaptureError(
-                f"parameter {self.infos[index].name!r} on rank {rank} has other memory than in the last step, or a state "
-                "that was loaded since, and every replay would read it again in the place of its master weight: call "
+                f"parameter {self.infos[index].name!r} on rank {rank} has new memory since the last step, or a state "
+                "was loaded, and every replay would read the parameter again instead of its master weight: call "
                 "optimizer.reload_master_params() on all ranks before the capture"
             )
 

@@ -112,15 +112,15 @@ class _Part(Tensor):
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"optimizer.state shows {self.numel()} elements, this rank's part, so {what} is no row of the parameter: "
-            "optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
+            f"optimizer.state shows {self.numel()} elements, this rank's part, so {what} does not select rows of the "
+            "parameter: optimizer.reset_state(parameters, rows) zeroes rows, optimizer.full_state(parameter) has all"
         )
 
     def __create_write_items__(self, *_: Any) -> NoReturn:
         """`torch.distributed.checkpoint` would save one rank's part as if it were all."""
         raise RuntimeError(
-            f"optimizer.state shows {self.numel()} elements, this rank's part, and a checkpoint of it would lose those of the "
-            "others: save optimizer.state_dict()"
+            f"optimizer.state shows {self.numel()} elements, this rank's part, and a checkpoint of it would lose those "
+            "of other ranks: save optimizer.state_dict()"
         )
 
     def _expect_all(self, index: Any) -> None:
@@ -142,7 +142,7 @@ class _Part(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_of_part("one rank's part, as optimizer.state shows it")
+        warn_of_part("one rank's part, from optimizer.state")
         return self.clone().__reduce_ex__(protocol)
 
 
@@ -326,8 +326,8 @@ def _expect_weight(engine: Engine, info: ParamInfo, master: _Value | int | None)
         param = states.cut(info.param.detach(), info, engine.owned_ranges(info.index))
         if not is_rounded(param, master.tensor.to(torch.float32)).all():
             raise ValueError(
-                f"optimizer.state of {info.name!r}: master_param is not what the parameter is rounded from, and the weight "
-                "follows the parameter; write to the parameter"
+                f"optimizer.state of {info.name!r}: master_param does not round to the parameter, and the step reads "
+                "the weight from the parameter; write to the parameter"
             )
 
 
@@ -349,14 +349,14 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
     names = saved_names(names)
     if name not in names:
         raise ValueError(
-            f"optimizer.state of {info.name!r} has {name!r}, which is no state of it: {sorted(names)} are. Keep what is not "
-            "the optimizer's in a dict of your own, by parameter"
+            f"optimizer.state of {info.name!r} has {name!r}, but its states are {sorted(names)}. Keep values of your "
+            "own in a dict of your own, by parameter"
         )
     if not isinstance(value, Tensor):
         raise TypeError(f"optimizer.state of {info.name!r}: {name} must be a tensor, got {type(value).__name__}")
     if isinstance(value, TensorShard):
         raise TypeError(
-            f"optimizer.state of {info.name!r}: {name} is a part of state_dict(); load_state_dict() takes it"
+            f"optimizer.state of {info.name!r}: {name} is a part from state_dict(); pass it to load_state_dict()"
         )
     if value.shape == info.param.shape:
         return _Value(value.detach().clone(), is_whole=True)
@@ -367,7 +367,7 @@ def _value_of(info: ParamInfo, name: str, value: Any, names: Iterable[str], own:
 
 def _misfit(info: ParamInfo, name: str, shape: Sequence[int]) -> str:
     return (
-        f"optimizer.state of {info.name!r}: {name} has shape {tuple(shape)}, the parameter {tuple(info.param.shape)}. Give it "
-        "the parameter's shape: optimizer.full_state(parameter) has whole states, optimizer.reset_state(parameters, rows) "
-        "zeroes them"
+        f"optimizer.state of {info.name!r}: {name} has shape {tuple(shape)}, the parameter {tuple(info.param.shape)}. "
+        "Assign the parameter's shape: optimizer.full_state(parameter) has whole states, "
+        "optimizer.reset_state(parameters, rows) zeroes them"
     )

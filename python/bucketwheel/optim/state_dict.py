@@ -71,8 +71,8 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     engine, ours = optimizer._engine, optimizer.param_groups
     if (pending := engine.first_pending()) is not None:  # those that a step has used stay, as with torch
         raise RuntimeError(
-            f"load_state_dict while gradients are pending: no step has used that of {pending.name!r}; call step() or "
-            "zero_grad() first"
+            f"load_state_dict while gradients are pending: no step has used the gradient of {pending.name!r}; call "
+            "step() or zero_grad() first"
         )
     groups, state = state_dict["param_groups"], _as_given_to_torch(state_dict["state"])
     # torch's set_optimizer_state_dict gives names of its own as parameters, and has ordered them.
@@ -89,8 +89,8 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     wanted = engine.precision.amsgrad
     if any(bool(theirs.get("amsgrad", wanted)) != wanted for theirs in groups):
         raise ValueError(
-            f"the loaded state dict has amsgrad={not wanted}, this optimizer was made with amsgrad={wanted}; make it "
-            "with the same"
+            f"the loaded state dict has amsgrad={not wanted}, but this optimizer has amsgrad={wanted}; make it "
+            "with the same value"
         )
     expect_uniform_flags([{**group, **theirs} for group, theirs in zip(ours, kept, strict=True)])
     _expect_hyperparameters(groups)
@@ -136,8 +136,8 @@ def _as_given_to_torch(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, 
             if isinstance(value, Tensor) and not value.is_contiguous():
                 raise RuntimeError(
                     f"set_optimizer_state_dict with broadcast_from_rank0=True: the state {name!r} of {key!r} has strides "
-                    f"{value.stride()}, which torch loses on the way to the other ranks. Give a contiguous tensor, or call "
-                    "optimizer.load_full_state_dict(state_dict), which keeps them"
+                    f"{value.stride()}, which torch does not send to the other ranks. Pass a contiguous tensor, or "
+                    "call optimizer.load_full_state_dict(state_dict), which keeps strides"
                 )
     # Of a flattened dict it takes what `optimizer.state` shows: a remainder, which is not there, and no master.
     flat = {key: call["state_dict"].get(f"state.{key}.master_param") for key, e in state.items() if "remainder" in e}
@@ -164,8 +164,8 @@ def _states_of_frozen(
         if any(isinstance(value, TensorShard) for value in states.values()):
             raise ValueError(
                 f"the loaded state has a rank's part of a parameter of shape {tuple(p.shape)} that is frozen now; "
-                "make the optimizer with the parameters trained that were trained when it was saved, load, and "
-                "freeze them then"
+                "make the optimizer with the same trained parameters as in the save, load the state, and freeze "
+                "parameters afterwards"
             )
     return found
 
@@ -204,7 +204,7 @@ def assign(engine: LocalEngine | ShardedEngine, info: ParamInfo, values: Mapping
 def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, rows: Any) -> None:
     """`ShardedAdamW.reset_state`."""
     if rows is not None and parameters is None:
-        raise ValueError("reset_state: rows of which parameters?")
+        raise ValueError("reset_state: rows= needs parameters=")
     engine, trained = optimizer._engine, optimizer._trained
     optimizer._follow_state()
     some = [parameters] if isinstance(parameters, Tensor) else parameters
@@ -215,7 +215,7 @@ def reset_chosen(optimizer: ShardedAdamW, parameters: Iterable[Tensor] | None, r
     for p in trained.frozen if chosen is None else chosen:
         if p not in trained.index_of and optimizer.state.get(p):
             if rows is not None:
-                raise ValueError("reset_state: rows of a parameter that the next step() takes in; call it afterwards")
+                raise ValueError("reset_state: rows= of a parameter that the next step() adds; call it after that step")
             del optimizer.state[p]
     given = rows.tolist() if isinstance(rows, Tensor) else rows
     # So that ranks can compare it.
@@ -279,14 +279,12 @@ def _plan(engine: LocalEngine | ShardedEngine, info: ParamInfo, entry: dict[str,
     for name, value in loaded.items():
         if isinstance(value, TensorShard):
             if list(value.ranges) != list(ranges) or value.stride() != info.stride:
-                placed = (
-                    "" if value.param_name in ("", info.name) else f", cut as {value.param_name!r}, whose place it had"
-                )
+                placed = "" if value.param_name in ("", info.name) else f", in the place of {value.param_name!r}"
                 raise ValueError(
                     f"the state of {info.name!r} is rank {value.part[0]}'s part of {value.part[1]}{placed}, for the elements "
                     f"{list(value.ranges)}; this is rank {engine.part[0]} of {engine.part[1]} and owns {list(ranges)}. A part "
                     "loads on the rank that saved it, at the same world size and bucket_cap_mb. bw.checkpoint.save on all ranks, "
-                    "or a framework's own save with ShardedAdamW(..., full_state_dict=True), writes what loads at any"
+                    "or a framework's own save with ShardedAdamW(..., full_state_dict=True), loads at any world size"
                 )
             loaded[name] = value.piece
         elif not isinstance(value, StoredState):

@@ -60,7 +60,7 @@ class TrainedParams:
 
     def index_known(self, param: Tensor, what: str) -> int:
         if param not in self.index_of:
-            raise ValueError(f"{what}: a parameter of shape {tuple(param.shape)} that this optimizer does not train")
+            raise ValueError(f"{what}: this optimizer does not train the parameter of shape {tuple(param.shape)}")
         return self.index_of[param]
 
     def zero_unfrozen(self, set_to_none: bool) -> None:
@@ -90,18 +90,18 @@ class TrainedParams:
         for g, group in enumerate(param_groups):
             missing = [key for key in ("params", *_KEYS) if key not in group]
             if missing:
-                raise ValueError(f"parameter group {g} has no {missing[0]!r}; optimizer.add_param_group() fills it in")
+                raise ValueError(f"parameter group {g} has no {missing[0]!r}; call optimizer.add_param_group()")
             if isinstance(group["params"], Iterator):
                 kind = type(group["params"]).__name__
-                raise TypeError(f"the params of parameter group {g} are a {kind}, used up once read; give a list")
+                raise TypeError(f"the params of parameter group {g} are a {kind}, empty once read; give a list")
             for p in group["params"]:
                 if not isinstance(p, Tensor) or not p.is_leaf:
                     raise TypeError(
-                        f"parameter group {g} has {type(p).__name__} that is no leaf tensor among its parameters"
+                        f"parameter group {g} has a {type(p).__name__} that is not a leaf tensor among its parameters"
                     )
                 if p in group_of and p.requires_grad:
                     raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} is in group {group_of[p]} and again in group {g}; give it once"
+                        f"a parameter of shape {tuple(p.shape)} is in groups {group_of[p]} and {g}; put it in one group"
                     )
                 group_of[p] = g
         kept = [info for info in self.infos if info.param in group_of]
@@ -146,7 +146,7 @@ class Hyperparameters:
                 self._digest = zlib.crc32(struct.pack(f"{len(values)}d", *values))
                 self._values = values
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"a parameter group has no number where one is expected: {error!r}") from None
+            raise ValueError(f"a value of a parameter group is not a number: {error!r}") from None
         digest = zlib.crc32(edits.encode(), self._digest) if edits else self._digest
         return Facts(digest.to_bytes(4, "little"), functools.partial(_by_name, self._values, edits))
 
@@ -166,4 +166,4 @@ def _by_name(values: Sequence[float], edits: str) -> dict[str, str]:
     named = {
         f"{_NUMBERS[i % count]} of parameter group {i // count}": str(float(value)) for i, value in enumerate(values)
     }
-    return {**named, "what was done to optimizer.state": edits or "nothing"}
+    return {**named, "edits of optimizer.state": edits or "nothing"}

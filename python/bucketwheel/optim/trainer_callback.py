@@ -1,4 +1,4 @@
-"""trainer_callback: what the Trainer of transformers needs to save the whole state of a sharded optimizer."""
+"""trainer_callback: lets the Trainer of transformers save the full state of a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Any
 
 
 def trainer_callback() -> Any:
-    """A `transformers.TrainerCallback`: ``Trainer(..., callbacks=[bw.trainer_callback()])``.
+    """Returns a `transformers.TrainerCallback` with which Trainer saves full optimizer states. Local.
 
-    Trainer asks for ``optimizer.state_dict()`` only on ranks that save. With ``full_state_dict=True`` that is collective; so
-    the others call it at ``on_save``, which is the first event after it. Does nothing with ``save_only_model=True``.
-    """
+    Pass it as ``Trainer(..., callbacks=[bw.trainer_callback()])``, and make the optimizer with ``full_state_dict=True``.
+    Trainer calls ``optimizer.state_dict()`` only on the ranks that save, and the call is collective. The callback makes the
+    same call on the other ranks, at the event ``on_save``. With ``save_only_model=True`` it does nothing. See
+    docs/frameworks.md, "Trainer of transformers".
+
+    Raises:
+        ImportError: transformers is not installed."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class FullStateDict(base):

@@ -1,9 +1,8 @@
-"""Memory for communication: `Pool.acquire` takes a `Lease`, whose bytes are reused once those who used them are done.
+"""Memory for communication. `Pool.acquire` returns a `Lease`; after its last use the pool gives the bytes to another lease.
 
-A `Trace` of a step becomes a `Plan`, in which every key has a place. Uses `device` and below. Start with `pool.py`,
-then `trace.py`, `placement.py` and `plan.py`; the pool itself and the search for places are native, in csrc/pool and
-csrc/plan.
-"""
+A `Trace` of a step becomes a `Plan`, in which each key has a fixed place. Uses `device` and below, and `torch_internals`. Start
+with `pool.py`, then `trace.py`, `placement.py` and `plan.py`. The pool itself and the search for places are native, in
+csrc/pool and csrc/plan."""
 
 from bucketwheel.pool.placement import Placement, place
 from bucketwheel.pool.plan import Plan

@@ -20,12 +20,12 @@ from bucketwheel.pool.placement import PlanKey
 from bucketwheel.pool.trace import HEADER, Lifetimes, Trace, TraceEvent, plan_key
 
 # What else one may have at hand, by how it begins. torch.save has written zip files since torch 1.6.
-_SNAPSHOT = "torch.cuda.memory._dump_snapshot(file) writes what is read here"
+_SNAPSHOT = "expected a file of torch.cuda.memory._dump_snapshot(file)"
 _FORMATS = {
-    (b"\x1f\x8b",): "gzip: unpack it first (gunzip)",
+    (b"\x1f\x8b",): "a gzip file: unpack it first (gunzip)",
     (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF"): f"a file of torch.save, or a zip file: {_SNAPSHOT}",
-    (b"<",): f"HTML, as a page of memory_viz: {_SNAPSHOT}",
-    (b"{", b"["): f"JSON, and not of Trace.save, which begins with {HEADER!r}; of torch, {_SNAPSHOT}",
+    (b"<",): f"HTML, such as a page of memory_viz: {_SNAPSHOT}",
+    (b"{", b"["): f"JSON but not of Trace.save, which begins with {HEADER!r}; from torch: {_SNAPSHOT}",
 }
 _MOST_BYTES = 2**44  # of one key: the sum of half a million such keys fits in 64 bits
 
@@ -47,7 +47,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """A snapshot has dicts, lists, tuples, texts and numbers, for which a pickle needs no names of Python."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no snapshot holds: nothing was executed")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which a snapshot cannot contain: no code was run")
 
 
 def from_snapshot(path: str | Path, device: int | None = None) -> Trace:
@@ -74,7 +74,7 @@ def from_snapshot(path: str | Path, device: int | None = None) -> Trace:
     if not busy:
         raise ValueError(f"{path}: no device has events: torch.cuda.memory._record_memory_history() was not called")
     if device not in busy:
-        which = "several devices have events" if device is None else f"the events of device {device}"
+        which = "several devices have events" if device is None else f"device {device} has no events"
         raise ValueError(f"{path}: {which}: choose one of {busy} with --device")
     blocks = _Blocks()
     for at, entry in enumerate(traces[device]):
@@ -90,7 +90,7 @@ def _field(of: Any, name: str, type_: type, place: str) -> Any:
     value = of.get(name) if isinstance(of, dict) else None
     if type(value) is not type_:
         shown = str(value) if isinstance(value, (str, int, float, NoneType)) else type(value).__name__  # may be huge
-        raise ValueError(f"{place}: {name} is {shown[:80]!r}, which no snapshot has there")
+        raise ValueError(f"{place}: {name} is {shown[:80]!r}, expected {type_.__name__}")
     return value
 
 
@@ -112,7 +112,7 @@ class _Blocks:
         address, stream = (_field(entry, name, int, place) for name in ("addr", "stream"))
         if action == "alloc":
             if address in self.live:
-                raise ValueError(f"{place}: alloc at {address:#x}, where {self.live[address].key} has not been freed")
+                raise ValueError(f"{place}: alloc at {address:#x}, but {self.live[address].key} there is not freed")
             self.events.append(self._acquire(address, "size", stream, entry, place))
         elif action == "free_requested" or address in self.live or address not in self.requested:
             if address not in self.live:
@@ -182,7 +182,7 @@ def from_csv(path: str | Path) -> Lifetimes:
         for one, other in itertools.pairwise(found):
             if other[0] < one[1]:
                 place = f"{path}, record {other[2]}"
-                raise ValueError(f"{place}: steps {other[:2]} of key {key!r} meet {one[:2]} of record {one[2]}")
+                raise ValueError(f"{place}: steps {other[:2]} of key {key!r} overlap {one[:2]} of record {one[2]}")
     intervals = {key: [(start, stop) for start, stop, _ in found] for key, found in rows.items()}
     steps = max((found[-1][1] for found in intervals.values()), default=0)
     return Lifetimes(sizes, intervals, keys, steps)

@@ -1,26 +1,26 @@
-"""Memory of a pool for models that torch's FSDP2 shards: `pool_for_fsdp2`, `FSDP2Pool`.
+"""pool_for_fsdp2: makes torch's FSDP2 take its flat buffers from a pool.
 
 >>> for block in model.blocks:
 ...     fully_shard(block)
 >>> fully_shard(model)
->>> pooled = bw.pool_for_fsdp2(model)  # and train as before
->>> pooled.close()  # torch's memory again
+>>> pooled = bw.pool_for_fsdp2(model)  # then train as before
+>>> pooled.close()  # FSDP2 uses torch's memory again
 
-[Note: FSDP2's buffers] A *unit* is what FSDP2 gathers together. It asks the objects that `set_custom_all_gather` and
-`set_custom_reduce_scatter` take for three buffers, by `allocate`:
+[Note: FSDP2's buffers] A *unit* is the parameters that FSDP2 gathers together. FSDP2 calls `allocate` of the objects that
+`set_custom_all_gather` and `set_custom_reduce_scatter` take, for three buffers:
 
-| buffer | asked for | dropped | memory |
+| buffer | allocated by | dropped | memory |
 |---|---|---|---|
-| flat output of the all-gather | by the gather's object | when it is copied out to the parameters | the pool's |
-| flat input of the reduce-scatter | by the other object, first | when a later unit is reduced, or backward ends | the pool's |
-| its output | by the same object, next | it is the gradient, or what becomes one | torch's |
+| flat output of the all-gather | the all-gather's object | after it is copied out to the parameters | the pool's |
+| flat input of the reduce-scatter | the other object, first | when a later unit is reduced, or backward ends | the pool's |
+| its output | the same object, next | it is the gradient, or becomes one | torch's |
 
-A buffer's lease ends with its last reference. On CUDA its bytes then count as used until what is in the stream of its
-`allocate` is done, and the next owner's stream waits for that. It is enough, because before FSDP2 drops a buffer
+A buffer's lease ends with its last reference. On CUDA its bytes then count as used until the work that is in the stream of its
+`allocate` at that time is done, and the next owner's stream waits for that. This is enough, because before FSDP2 drops a buffer
 
-- that stream waits for its last use: of gathers, the copy out; of reduce-scatters, the reduction;
-- or, where a gather is dropped that nobody waited for, the stream that computes does. FSDP2 asks for buffers in that one, and in
-  streams that wait for it at the next forward. Others would not: nothing else may use the pool.
+- that stream waits for the last use: the copy out of a gather, or the reduction of a reduce-scatter;
+- or, if a gather is dropped that nobody waited for, the compute stream waits for it. FSDP2 allocates buffers in the compute
+  stream, and in streams that wait for it at the next forward. Other streams would not wait: nothing else may use the pool.
 """
 
 from __future__ import annotations
@@ -152,14 +152,13 @@ class _Scatter(_Communication):
 
 
 class FSDP2Pool(contextlib.AbstractContextManager["FSDP2Pool"]):
-    """What `pool_for_fsdp2` has installed, until `close`. ``with`` closes it.
+    """The connection between FSDP2 and a pool that `pool_for_fsdp2` returns. As a context manager it closes itself.
 
     Attributes:
-        pool: where the buffers lie.
-        units: names of the units, by their number in the pool's keys: ``gather/3/0`` in the forward of ``units[3]``,
-            ``gather/3/1`` in its backward, ``scatter/3/0``. The last number grows by 2 for each buffer of the kind that the
-            unit holds already.
-    """
+        pool: The pool with the buffers.
+        units: Names of the units, the modules whose parameters FSDP2 gathers together. Keys of the pool have the number of the
+            unit: ``gather/3/0`` in the forward of ``units[3]``, ``gather/3/1`` in its backward, and ``scatter/3/0``. If the
+            unit still holds an earlier buffer of the kind, the last number is larger by 2 for each."""
 
     def __init__(self, pool: Pool, units: dict[str, Any], plan: bool) -> None:
         self.pool = pool
@@ -174,7 +173,7 @@ class FSDP2Pool(contextlib.AbstractContextManager["FSDP2Pool"]):
             )
 
     def close(self) -> None:
-        """Gives the model torch's memory again, from the next buffer on. Does nothing when called again."""
+        """Makes FSDP2 use torch's memory again, from the next buffer on. Local; further calls do nothing."""
         self._planner.stop()
         for module in self._modules:
             for group in torch_internals.fsdp2_groups(module):
@@ -189,23 +188,27 @@ class FSDP2Pool(contextlib.AbstractContextManager["FSDP2Pool"]):
 
 
 def pool_for_fsdp2(model: nn.Module, pool: Pool | None = None, *, plan: bool = True) -> FSDP2Pool:
-    """From now on FSDP2 takes the flat buffers of ``model``'s all-gathers and reduce-scatters from ``pool``.
+    """Makes FSDP2 take the flat buffers of the model's all-gathers and reduce-scatters from a pool. Local.
 
-    Call it after the last `fully_shard`, on every rank or not: it communicates nothing, and results stay the same bits.
-    What FSDP2 copies out of a gather, and gradients, stay torch's (docs/pool.md).
+    Call it after the last `fully_shard`. It does not communicate, so you need not call it on all ranks. Results have the same
+    bits. The parameters that FSDP2 copies out of a gather, and gradients, stay in torch's memory (docs/pool.md).
 
     Args:
-        model: an `FSDPModule`, or a module that has some.
-        pool: on the device of the model, and used by nothing else. None: one with the defaults of `Pool`.
-        plan: the first step is traced, and from the next one on each buffer has its address by a plan (`Pool.adopt`). What
-            differs from the first step is served beside it, counted, and warned of once. No plan is made while the pool has
-            another one, or leases of others.
+        model: An `FSDPModule`, or a module that contains some.
+        pool: A pool on the device of the model that nothing else uses. None makes one with the defaults of `Pool`.
+        plan: Trace the first step, and from the second step on give each buffer a fixed address by a plan (`Pool.adopt`).
+            Buffers that differ from the first step get other memory; they are counted, and the first one warns. No plan is
+            made while the pool has another plan or leases of others.
 
-    `SeveralParamGroups` where a module has several: torch has one place for communications of our own. ValueError for a
-    model without FSDP2, another device, or a module whose buffers somebody else allocates already
-    (``set_custom_all_gather``, ``set_allocate_memory_from_process_group_for_comm``, ``set_symm_mem_for_comm``). Nothing is
-    installed then.
-    """
+    Returns:
+        The connection. Its ``close()`` makes FSDP2 use torch's memory again.
+
+    Raises:
+        SeveralParamGroups: A module has several parameter groups, which torch does not support with custom communication.
+            Nothing is installed.
+        ValueError: The model has no FSDP2 module with parameters, the pool is on another device, or other code allocates the
+            buffers of a module (``set_custom_all_gather``, ``set_allocate_memory_from_process_group_for_comm``,
+            ``set_symm_mem_for_comm``). Nothing is installed."""
     units = _units_of(model)
     devices = {torch_internals.fsdp2_groups(module)[0].device for module in units.values()}
     if not devices:
@@ -231,13 +234,13 @@ def _units_of(model: nn.Module) -> dict[str, Any]:
         seen.add(id(groups[0]))
         if len(groups) > 1:
             raise SeveralParamGroups(
-                f"module {name!r} has {len(groups)} parameter groups (shard_placement_fn returns meshes): torch takes no "
-                "communications of our own for it; call fully_shard on its submodules, one mesh each, or leave the pool out"
+                f"module {name!r} has {len(groups)} parameter groups (shard_placement_fn returns meshes): torch does "
+                "not support custom communications for it; call fully_shard on its submodules, one mesh each, or no pool"
             )
         for comm in (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm):
             if not type(comm).__name__.startswith("Default"):
                 raise ValueError(
-                    f"module {name!r} has its buffers from {type(comm).__name__} already: leave "
+                    f"module {name!r} has its buffers from {type(comm).__name__} already: do not call "
                     "set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
                     "set_symm_mem_for_comm out, or close the earlier pool"
                 )

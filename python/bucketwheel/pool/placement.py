@@ -1,12 +1,12 @@
-"""place: where the buffers of a memory plan lie in one arena.
+"""place: finds offsets for the buffers of a memory plan in one arena.
 
 >>> found = place({"weights/0": 4096, "weights/1": 4096, "grads": 1024},
 ...               {"weights/0": [(0, 2), (5, 6)], "weights/1": [(2, 5)], "grads": [(4, 6)]})
 >>> found.total_bytes, found.load_bytes, found.offsets["weights/0"] == found.offsets["weights/1"]
 (5120, 5120, True)
 
-A *key* names a buffer that has one offset, whenever it is live; it is live in half-open intervals of steps of a schedule. The
-*load* is the most bytes that are live in one step, so no placement is smaller.
+A *key* names a buffer that has the same offset whenever it is live. It is live in half-open intervals of steps of a schedule.
+The *load* is the most bytes that are live in one step, so no placement is smaller.
 """
 
 from __future__ import annotations
@@ -26,27 +26,36 @@ Interval = tuple[int, int]
 
 
 class PlanKey(NamedTuple):
-    """What a policy may go by."""
+    """The properties of a key that the policies use.
 
-    role: str  # "weight", "grad", ...
-    unit: int  # of the model, in the order of the forward pass
-    position: int  # of the bucket in its unit
+    Attributes:
+        role: What the buffer holds, such as ``"weight"`` or ``"grad"``.
+        unit: Number of the unit of the model, in the order of the forward pass.
+        position: Number of the bucket in its unit.
+        dtype: Name of the dtype; empty if unknown."""
+
+    role: str
+    unit: int
+    position: int
     dtype: str
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Offsets by key in an arena of ``total_bytes``.
+    """Offsets of keys in one arena, the result of `place`.
 
-    No placement is smaller than ``bound_bytes``: the load or, where a search has shown that some of the keys need more,
-    what these need.
-    """
+    Attributes:
+        offsets: The offset of each key in bytes.
+        total_bytes: Size of the arena.
+        load_bytes: The most bytes that are live in one step.
+        bound_bytes: No placement is smaller. The load, or more if a search has shown that some keys need more.
+        proven_optimal: True if ``total_bytes`` equals ``bound_bytes``."""
 
     offsets: dict[Key, int]
     total_bytes: int
     load_bytes: int
     bound_bytes: int
-    proven_optimal: bool  # the total is the bound
+    proven_optimal: bool
 
 
 def place(
@@ -57,20 +66,23 @@ def place(
     align: int = 512,
     effort: int = 20_000,
 ) -> Placement:
-    """The smallest arena that a bounded search finds. A pure function: every rank gets the same, whatever the order of the dicts.
+    """Finds offsets for keys in one arena, as small as a bounded search finds. Local.
+
+    Two keys that are live in the same step do not overlap. The result depends only on the arguments, not on the order of the
+    dicts, so every rank gets the same.
 
     Args:
-        sizes: bytes by key.
-        intervals: by key, the half-open (start, stop) in steps in which it is live. Those of a key do not meet.
-        keys: for policies of this signature; not used here.
-        align: of every offset, in bytes. ``total_bytes`` and ``load_bytes`` count sizes rounded up to it.
-        effort: about how many times each search may put a key somewhere.
+        sizes: Bytes of each key.
+        intervals: For each key, the half-open intervals ``(start, stop)`` of steps in which it is live. Intervals of one key
+            do not overlap.
+        keys: Not used. `POLICIES` have the same signature.
+        align: Alignment of the offsets in bytes. ``total_bytes`` and ``load_bytes`` count sizes rounded up to it.
+        effort: Limit of each search: about how many times it places a key.
 
     Raises:
-        ValueError: a negative size, an empty interval, intervals of a key that meet, other keys in one dict than in another,
-            an ``align`` below 1, 2**60 bytes and more.
-        TypeError: a size or step that is not an int.
-    """
+        ValueError: A negative size, an empty interval, overlapping intervals of one key, different keys in the two dicts, an
+            ``align`` below 1, or ``2**60`` bytes or more.
+        TypeError: A size or a step that is not an int."""
     asked = in_canonical_order(sizes, intervals, align)
     found = core.place(list(asked.values()), min(expect_int(effort, "effort"), _MOST_EFFORT))
     offsets = dict(zip(asked, found.offsets, strict=True))
@@ -103,7 +115,7 @@ def in_canonical_order(sizes: Mapping[Key, int], intervals: Mapping[Key, Sequenc
                 raise ValueError(f"intervals[{key!r}] has ({start}, {stop}), at most {_MOST_STEPS} steps fit")
         for (_, stop), (start, _) in pairwise(live):
             if start < stop:
-                raise ValueError(f"intervals[{key!r}] has two that meet, before step {stop}: {list(intervals[key])}")
+                raise ValueError(f"intervals[{key!r}] has two that overlap, before step {stop}: {list(intervals[key])}")
         asked[key] = aligned(size, align), live
     total = sum(size for size, _ in asked.values())
     if total >= _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Plan: where each key of a pool lies in a step, made from a trace or from lifetimes; the same on every rank.
+"""Plan: the place of each key of a pool in a step, computed from a trace or from lifetimes. The same on every rank.
 
 >>> plan = Plan.of("train", {"a": 4096, "b": 4096}, {"a": [(0, 1)], "b": [(1, 2)]})
 >>> plan.total_bytes, plan.load_bytes, plan.gap
@@ -24,11 +24,19 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Placement` with what it was made of.
+    """A place for each key of a pool. `Pool.plan` makes it from a trace, and `Pool.adopt` puts it into effect.
 
-    ``order``: the keys as a step acquires them; a strict pool holds every step to it. Empty: any order. ``outlives``:
-    keys that may be live when a step ends.
-    """
+    All methods are local. Plans of equal arguments are equal on every rank.
+
+    Attributes:
+        name: The name of the plan, and of its regime.
+        sizes: Bytes of each key.
+        intervals: For each key, the half-open intervals ``(start, stop)`` of steps in which it is live.
+        order: The keys in the order in which a step acquires them, which a strict pool requires. Empty allows any order.
+        placement: The offsets.
+        align: Alignment of the offsets in bytes.
+        outlives: Keys that may be live when a step ends.
+        keys: Role, unit, position and dtype of each key, for `explain`; not compared."""
 
     name: str
     sizes: dict[str, int]
@@ -53,51 +61,69 @@ class Plan:
         effort: int = 20_000,
         max_bytes: int | None = None,
     ) -> Plan:
-        """Plans; the arguments and errors of `place`. A key of 0 bytes gets an address of its own.
+        """Makes a plan from sizes and intervals. Local; the result depends only on the arguments.
 
-        `BudgetTooSmall` when more than ``max_bytes`` are needed; it names the keys that are live at the peak.
-        """
+        Args:
+            name: Name of the plan and of its regime.
+            sizes: Bytes of each key. A key of 0 bytes gets an address of its own.
+            intervals: As in `place`.
+            keys: Role, unit, position and dtype of each key, for `explain`.
+            order: The keys in the order in which a step acquires them. Empty allows any order.
+            outlives: Keys that may be live when a step ends.
+            align: Alignment of the offsets in bytes.
+            effort: As in `place`.
+            max_bytes: The most bytes that the plan may need.
+
+        Raises:
+            BudgetTooSmall: The plan needs more than ``max_bytes``. The message names the keys that are live at the peak.
+            ValueError: As in `place`.
+            TypeError: As in `place`."""
         sizes = {key: max(size, 1) for key, size in sizes.items()}
         found = place(sizes, intervals, align=align, effort=effort)
         plan = cls(name, sizes, dict(intervals), tuple(order), found, align, frozenset(outlives), keys)
         if max_bytes is not None and found.total_bytes > max_bytes:
-            needs = f"needs {found.total_bytes:,} bytes and may have {max_bytes:,}"
+            needs = f"needs {found.total_bytes:,} bytes, but max_bytes is {max_bytes:,}"
             raise BudgetTooSmall(f"plan {name!r} {needs}; {plan._peak_text()}")
         return plan
 
     @classmethod
     def of_turns(cls, name: str, sizes: Sequence[int], intervals: Sequence[Interval]) -> Plan:
-        """For buffers of ``sizes`` bytes that are in use in the half-open ``intervals`` of steps.
+        """Makes a plan for buffers with the keys ``name/0``, ``name/1``, ... Local.
 
-        >>> plan = Plan.of_turns("turns", [4096, 8192, 4096], [(0, 2), (1, 3), (2, 3)])
-        >>> plan.total_bytes, plan.placement.offsets["turns/0"] == plan.placement.offsets["turns/2"]
-        (12288, True)
-        """
+        Args:
+            name: Name of the plan, and role of the keys.
+            sizes: Bytes of each buffer.
+            intervals: For each buffer, the half-open interval of steps in which it is in use.
+
+        Examples:
+            >>> plan = Plan.of_turns("turns", [4096, 8192, 4096], [(0, 2), (1, 3), (2, 3)])
+            >>> plan.total_bytes, plan.placement.offsets["turns/0"] == plan.placement.offsets["turns/2"]
+            (12288, True)"""
         keys = [f"{name}/{number}" for number in range(len(sizes))]
         return cls.of(name, dict(zip(keys, sizes, strict=True)), {k: [i] for k, i in zip(keys, intervals, strict=True)})
 
     @property
     def total_bytes(self) -> int:
-        """Of the arena."""
+        """Size of the arena."""
         return self.placement.total_bytes
 
     @property
     def load_bytes(self) -> int:
-        """The most bytes that are live in one step, sizes rounded up to the alignment: no plan is smaller."""
+        """The most bytes that are live in one step, with sizes rounded up to the alignment. No plan is smaller."""
         return self.placement.load_bytes
 
     @property
     def gap(self) -> float:
-        """By how much the total exceeds the load, as a fraction of the load."""
+        """The difference of total and load, as a fraction of the load."""
         return self.total_bytes / self.load_bytes - 1 if self.load_bytes else 0.0
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal plans: 32 hexadecimal digits over `rows`."""
+        """A hash of `rows`, 32 hexadecimal digits. Equal plans have equal fingerprints."""
         return hashlib.sha256("\n".join(self.rows()).encode()).hexdigest()[:32]
 
     def rows(self) -> list[str]:
-        """What ranks compare, one text for each key and each acquire."""
+        """Returns the texts that ranks compare: one for the plan, and one for each key and each acquire. Local."""
         places = [f"key {key!r} at {self.placement.offsets[key]} of {self.sizes[key]} bytes" for key in self.sizes]
         outlives = [f"key {key!r} outlives the step" for key in sorted(self.outlives)]
         acquires = (f"acquire {number} of key {key!r}" for number, key in enumerate(self.order))
@@ -105,7 +131,7 @@ class Plan:
         return [head, *sorted(places), *acquires, *outlives]
 
     def peak(self) -> tuple[int, list[str]]:
-        """The first step in which most bytes are live, and the keys that are, the largest first."""
+        """Returns the first step in which most bytes are live, and the keys that are live then, the largest first. Local."""
         changes: Counter[int] = Counter()
         for key, found in self.intervals.items():
             size = aligned(self.sizes[key], self.align)
@@ -125,7 +151,7 @@ class Plan:
         return f"at step {step} {self.load_bytes:,} bytes are live: {listed}{more}"
 
     def explain(self) -> str:
-        """The total and the load, the step that makes the load, and what other policies would take, as text."""
+        """Returns the total, the load, the keys that are live at the peak, and the totals of other policies, as text. Local."""
         count = sum(map(len, self.intervals.values()))
         lines = [
             f"plan {self.name!r}: {self.total_bytes:,} bytes for {len(self.sizes)} keys and {count} lifetimes; "
@@ -143,7 +169,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_native(self) -> tuple[str, list[tuple[str, int, int, bool]], list[int], int, int]:
-        """As the native pool adopts it."""
+        """Returns the plan in the form that the native pool adopts. Local."""
         offsets = self.placement.offsets
         keys = [
             (key, offsets[key], aligned(size, self.align), key in self.outlives) for key, size in self.sizes.items()
@@ -170,4 +196,4 @@ def expect_equal_plans(plans: Sequence[Plan], comm: Any, *also: str) -> None:
     own = rows[same] if same < len(rows) else "nothing"
     texts = [told.decode() for told in comm.exchange(own.encode())]
     told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-    raise CrossRankMismatch(f"ranks have different plans, and must have equal ones; the first difference: {told}")
+    raise CrossRankMismatch(f"ranks have different plans, but must have equal ones; the first difference: {told}")

@@ -1,16 +1,19 @@
-"""POLICIES: how others lay buffers out, with the arguments of `place` but ``effort``, to compare with.
+"""POLICIES: other ways to place buffers, to compare with `place`.
+
+Each policy is a function with the arguments of `place`, except ``effort``. It returns None if its rule cannot be applied: ``keys``
+are not given, or two keys that are live at once would share a buffer.
 
 | policy | rule |
 |---|---|
-| double_buffer | two buffers of each role, position in the unit and dtype, by turns; all of one size |
-| fixed_pool | the units whose buckets are those of most units share N sets of buffers by turns; best_fit has the others |
-| max_pool | N sets of buffers for all units; the k-th largest of a set holds the k-th largest bucket of any unit |
-| slot_coloring | per role and dtype: the largest key first, into the slot that wastes least; a slot has the size of its first |
-| best_fit | at its first start, into the smallest range that is free in all its intervals |
+| double_buffer | two alternating buffers for each role, position in the unit and dtype; all keys have one size |
+| fixed_pool | units with the most common buckets share N alternating sets of buffers; other keys by best_fit |
+| max_pool | all units share N alternating sets of buffers; each buffer is as large as its largest key |
+| slot_coloring | for each role and dtype, largest key first, into the slot that wastes least, else into a new one |
+| best_fit | each key at its first start, into the smallest range that is free in all its intervals |
 
-N is the smallest with which no two keys that are live at once share a buffer. fixed_pool and max_pool are Megatron-FSDP's
-`FixedPoolAllocator` and `MaxPoolAllocator` with strict assignments (N = 2 there), slot_coloring its experimental
-`TracePoolAllocator`. best_fit is what an allocator does that serves requests as they come, if it knew when each key comes back.
+N is the smallest number for which no two keys that are live at once share a buffer. fixed_pool and max_pool are the
+`FixedPoolAllocator` and `MaxPoolAllocator` of Megatron-FSDP with strict assignments (N = 2 there); slot_coloring is its
+experimental `TracePoolAllocator`. best_fit is an online allocator that knows when each key comes back.
 """
 
 from __future__ import annotations
@@ -136,3 +139,4 @@ def _placed(
 
 _RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)
 POLICIES: dict[str, Callable[..., Placement | None]] = {rule.__name__[1:]: partial(_placed, rule) for rule in _RULES}
+"""Functions with the arguments of `place` but ``effort``: other placements, to compare. None if the rule does not apply."""

@@ -1,9 +1,9 @@
-"""Communication memory that is cached and reused: `Pool`, `Lease`, `PoolStats`.
+"""Pool, Lease and PoolStats: communication memory that is cached and reused.
 
 >>> pool = Pool("host")
 >>> with pool.acquire("grads/0", 4096) as lease:
 ...     grads = lease.tensor(torch.float32, (1024,))
->>> grads = pool.empty((1024,), torch.float32)  # its memory goes back with the tensor
+>>> grads = pool.empty((1024,), torch.float32)  # the memory goes back to the pool with the tensor
 >>> del grads
 >>> pool.stats().live_leases
 0
@@ -35,16 +35,31 @@ from bucketwheel.pool.trace import Trace, TraceEvent
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Counters of a pool since it was made; bytes and leases as of now.
+    """Counters of a `Pool`. Numbers of bytes and leases are as of now; the other counters began with the pool.
 
-    ``live_bytes``: of leases, rounded up to the alignment. ``reuses``: acquires of memory that was used before.
-    ``waits``: fences that were still open at an acquire. ``dropped_leases``: leases of `acquire` that were never
-    released. ``allocations``: of slabs. ``host_waits``: acquires in which the calling thread waited.
+    A lease *diverges* if the plan should have a place for its key but has none that is free and large enough.
 
-    With plans: ``planned_*`` is about leases in their places, ``side_*`` about those that have none where the plan
-    should have one (``divergences`` counts them), ``load_bytes`` is the load of the regime's plan. `adopt` lets
-    the high waters of both begin anew. `step_end` counts ``steps``.
-    """
+    Attributes:
+        reserved_bytes: Bytes of all slabs.
+        live_bytes: Bytes of live leases, each rounded up to the alignment.
+        high_water_bytes: The largest ``live_bytes``.
+        slabs: Number of slabs.
+        live_leases: Number of live leases.
+        acquires: Number of leases that were acquired.
+        reuses: Acquires that got memory which was used before.
+        waits: Unfinished uses of memory for which an acquire made its stream or the calling thread wait.
+        dropped_leases: Leases of `Pool.acquire` that were dropped without `Lease.release`.
+        allocations: Number of slabs that were allocated.
+        host_waits: Acquires in which the calling thread waited.
+        planned_bytes: Size of the arena of the adopted plans.
+        planned_live_bytes: Bytes of live leases that lie in their planned places.
+        planned_high_water_bytes: The largest ``planned_live_bytes`` since `Pool.adopt`.
+        planned_acquires: Acquires that got their planned place.
+        divergences: Leases that diverged.
+        side_live_bytes: Bytes of live leases that diverged.
+        side_high_water_bytes: The largest ``side_live_bytes`` since `Pool.adopt`.
+        steps: Calls of `Pool.step_end`.
+        load_bytes: The load of the current regime's plan."""
 
     reserved_bytes: int
     live_bytes: int
@@ -69,83 +84,110 @@ class PoolStats:
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
-    """One live period of a range of pool memory, from `Pool.acquire` to `release`.
+    """A range of pool memory that belongs to one owner, from `Pool.acquire` to `release`. All methods are local.
 
-    A lease whose object is dropped ends when its last tensor is gone too. The memory stays mapped as long as the lease,
-    one of its tensors or the pool lives, but after `release` it may hold somebody else's values. ``with`` releases it.
+    As a context manager, a lease releases itself. A lease whose object you drop ends when its last tensor is gone too. The
+    memory stays mapped as long as the lease, one of its tensors or the pool exists, but after `release` it may hold another
+    owner's values.
 
-    The objects are native ones, for their speed (csrc/bindings/pool_py.h).
-    """
+    Attributes:
+        key: The name of the lease, as given to `Pool.acquire`.
+        nbytes: The requested number of bytes.
+        is_live: True until `release`.
+        data_ptr: Address of the first byte. Raises `UseAfterRelease` after the lease has ended.
+        place: The number of the slab, and the offset in it in bytes. Equal on all ranks whose pools had the same calls."""
 
-    key: str  # the name that it was acquired by
-    nbytes: int  # asked for
-    is_live: bool  # whether it has not been released
-    data_ptr: int  # address of the first byte; `UseAfterRelease` when the lease is over
-    place: tuple[int, int]  # (slab, offset in bytes): equal on all ranks whose pools saw the same calls
+    # The objects are native ones, for their speed (csrc/bindings/pool_py.h).
+    key: str
+    nbytes: int
+    is_live: bool
+    data_ptr: int
+    place: tuple[int, int]
 
     @abc.abstractmethod
     def tensor(self, dtype: torch.dtype, shape: int | Sequence[int], *, offset_bytes: int = 0) -> torch.Tensor:
-        """A contiguous tensor of ``shape`` over the lease's bytes from ``offset_bytes`` on, not initialised.
+        """Returns a contiguous tensor over the lease's bytes, not initialised. Local.
 
-        Every call makes a tensor with a storage and a version counter of its own. `ValueError` when it does not fit,
-        `UseAfterRelease` when the lease is over.
-        """
+        Each call makes a tensor with its own storage and version counter.
+
+        Args:
+            dtype: The dtype of the tensor.
+            shape: The shape of the tensor.
+            offset_bytes: Where the tensor begins in the lease.
+
+        Raises:
+            ValueError: The tensor does not fit into the lease.
+            UseAfterRelease: The lease has ended."""
 
     @abc.abstractmethod
     def use(self, stream: Any) -> None:
-        """Another stream uses the lease: it waits for what the acquiring stream holds now, which made the bytes ready.
+        """Says that another stream uses the lease. Local; does not block the host.
 
-        After a `release` without ``after``, or a drop, the next owner waits for these streams too.
-        """
+        ``stream`` waits for the work that is in the acquiring stream now, which made the bytes ready. If the lease ends by a
+        `release` without ``after``, or because it is dropped, the next owner waits for these streams too.
+
+        Args:
+            stream: A CUDA stream of torch, or a native stream."""
 
     @abc.abstractmethod
     def release(self, after: Any = None) -> None:
-        """Ends the lease; its bytes may go to the next owner at once. `ReleasedTwice` when called again.
+        """Ends the lease. The pool may give its bytes to the next owner at once. Local; does not block the host.
 
-        ``after`` says when the last use ends; the next owner waits for that. It is a handle, a native event, or a
-        stream, native or torch's (all work in it so far); TypeError for anything else. None: all use has ended (CPU),
-        or is in torch's current stream (CUDA). `CaptureError` if that stream is being captured in a CUDA graph, or the
-        event was; the lease then stays live.
-        """
+        Args:
+            after: The last use of the bytes, for which the next owner waits: a handle, a native event, or a stream (torch's or
+                native) with all its work so far. None means that all uses have ended (CPU), or that they are in torch's
+                current stream (CUDA).
+
+        Raises:
+            ReleasedTwice: The lease has ended already.
+            CaptureError: The current stream is being captured in a CUDA graph, or the event was captured. The lease stays
+                live.
+            TypeError: ``after`` is of another type."""
 
     @abc.abstractmethod
     def leave_to_owners(self) -> None:
-        """Nobody will release it: its last tensor's end is its end, and it does not count as dropped."""
+        """Lets the lease end with its last tensor. Nobody needs to release it, and it does not count as dropped. Local."""
 
     @abc.abstractmethod
     def lend(self) -> torch.Tensor:
-        """Its bytes as a uint8 tensor, which keeps the memory mapped and not the lease live."""
+        """Returns the lease's bytes as a uint8 tensor, which keeps the memory mapped, but not the lease live. Local."""
 
 
 class Pool:
-    """A caching allocator of communication memory. Freed memory stays in the pool and is reused under fences.
+    """A caching allocator of communication memory: released memory stays in the pool and is reused. Methods are local, except
+    `adopt` with ``comm``.
 
-    What an `acquire` gets, by mode:
+    Each release has a *fence*, the end of the last use; the next owner of the bytes waits for it. The memory that an `acquire`
+    gets depends on the pool's mode:
 
     - dynamic: the smallest free range that fits.
-    - traced (inside `trace`): the same, and what happens is recorded.
-    - planned (after `adopt`): the place that the plan of the current `regime` has for the key. Without one, or while
-      another lease has its bytes: a free range of the side region, which is counted. The first one since `adopt` warns.
-    - strict (after ``adopt(strict=True)``): its place, or `UnknownKey`, `SizeExceedsPlan`, `PlanDiverged`.
+    - traced (inside `trace`): the same. The pool records its calls.
+    - planned (after `adopt`): the place of its key in the plan of the current `regime`. If the plan has no place, or another
+      lease has the bytes, the lease gets a free range elsewhere, and the pool counts it. The first such lease after `adopt`
+      warns.
+    - strict (after ``adopt(strict=True)``): the place of its key, or the call raises `UnknownKey`, `SizeExceedsPlan` or
+      `PlanDiverged`.
 
-    A key keeps its address within a regime. Two pools never share memory.
+    A key keeps its address within a regime. Two pools never share memory. The bytes that an `acquire` gets depend only on the
+    sizes and the order of calls, so ranks that make the same calls get the same offsets. A pool is thread-safe. A forked child
+    cannot use its parent's pool.
 
-    Which bytes an `acquire` gets depends on the sizes and the order of calls alone, so ranks that make the same calls
-    get the same offsets. Thread-safe. Not usable in a forked child.
+    If a CUDA device has no memory left, the unused slabs of all pools and torch's caches are freed, and the pool tries once
+    more. If that fails, it raises `PoolError`, which lists how much memory each of them has.
 
     Args:
-        upstream: where slabs come from: ``"host"`` (private memory) or ``"shm"`` (memfd segments that other processes
-            can map) on the CPU; ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or ``"cuda"``
-            (cudaMalloc) on a CUDA device. None: ``"host"`` or ``"torch"``.
-        align_bytes: alignment of every lease, a power of two of at most 4096.
-        min_slab_bytes: smaller requests share a slab of this size.
-        poison: fill memory with NaN when it is acquired and released, and check that nobody wrote beyond a lease's end.
-            Slow; ``BW_POOL_POISON=1`` switches it on too.
-        device: as torch names it. None: the CPU, or the current CUDA device for the upstreams of CUDA devices.
+        upstream: Where the pool gets its slabs. On the CPU ``"host"`` (private memory) or ``"shm"`` (memory that other
+            processes can map). On a CUDA device ``"torch"`` (torch tensors, so that torch's memory accounting sees them) or
+            ``"cuda"`` (cudaMalloc). None means ``"host"`` or ``"torch"``.
+        align_bytes: Alignment of every lease, a power of two of at most 4096.
+        min_slab_bytes: Smallest size of a slab. Smaller leases share one.
+        poison: Fill memory with NaN when it is acquired and when it is released, and check that nobody has written beyond the
+            end of a lease. Slow. ``BW_POOL_POISON=1`` has the same effect.
+        device: The device, as torch names it. None means the CPU, or the current CUDA device if ``upstream`` is ``"torch"`` or
+            ``"cuda"``.
 
-    When a CUDA device has no memory left, the unused slabs of all pools and torch's caches are given back and the
-    request is made once more; then `PoolError` says who holds how much.
-    """
+    Raises:
+        ValueError: An unknown upstream, an upstream of another kind of device, or a bad size."""
 
     __slots__ = ("__weakref__", "_acquire", "_native", "_notes_callers", "_plans")
 
@@ -186,7 +228,7 @@ class Pool:
 
     @property
     def device(self) -> int:
-        """The index of the CUDA device, or -1."""
+        """The index of the CUDA device, or -1 for the CPU."""
         return int(self._native.device)
 
     @classmethod
@@ -197,15 +239,25 @@ class Pool:
         return pool
 
     def acquire(self, key: str, nbytes: int, stream: Any = None) -> Lease:
-        """Leases ``nbytes`` bytes (0 is legal), not initialised.
+        """Returns a lease of ``nbytes`` bytes, not initialised. Local.
 
-        ``stream`` waits until the last users of these bytes are done; without one the calling thread waits (CPU), or
-        torch's current stream (CUDA). ``key`` names the lease in messages; `KeyBusy` if a lease of that key is live
-        (the empty key may be live any number of times). `PoolError` when the system has no memory.
+        Args:
+            key: Name of the lease, in plans and in messages. Only one lease of a key may be live, but any number of leases
+                with the empty key.
+            nbytes: Number of bytes; 0 is allowed.
+            stream: The stream that waits for the last users of these bytes. None means torch's current stream on CUDA; on the
+                CPU the calling thread waits.
 
-        While ``stream`` is captured in a CUDA graph: `CaptureError`, with nothing changed, if the pool would have to
-        grow, wait or poison. Release such a lease only after the last replay that uses it.
-        """
+        Raises:
+            KeyBusy: A lease of this key is live.
+            PoolError: The system has no memory left.
+            CaptureError: The stream is being captured in a CUDA graph, and the pool would have to grow, wait or poison.
+                Nothing has changed. Release a lease that was acquired in a capture only after the last replay that uses it.
+            UnknownKey: The pool is strict, and its plan does not have the key.
+            SizeExceedsPlan: The pool is strict, and its plan has fewer bytes for the key.
+            PlanDiverged: The pool is strict, and the plan expected another key, or a live lease has the bytes.
+            TypeError: ``key`` is not a string, or ``nbytes`` is not an int.
+            ValueError: ``nbytes`` is negative or out of range."""
         try:
             if stream is None and not self._notes_callers:
                 return self._acquire(key, nbytes)
@@ -218,22 +270,34 @@ class Pool:
             raise
 
     def reserve(self, nbytes: int, *, slab_bytes: int = 0) -> None:
-        """Gets memory for a lease of ``nbytes`` from the system, unless there is a free range as large: just as much,
-        or for one of ``slab_bytes``, where `acquire` gets at least ``min_slab_bytes``."""
+        """Gets memory from the system, unless a lease of ``nbytes`` already finds a free range. Local.
+
+        Args:
+            nbytes: Size of the lease in bytes.
+            slab_bytes: Size of the new slab, if it is larger than ``nbytes``. 0 means as much as the lease needs;
+                ``min_slab_bytes`` does not apply."""
         self._native.reserve(expect_int(nbytes, "nbytes"), expect_int(slab_bytes, "slab_bytes"))
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """As ``torch.empty``, in the pool: a contiguous tensor, not initialised, of float32, bfloat16, float16,
-        float64, int64, int32, int16, int8 or uint8.
+        """Returns a contiguous tensor in the pool, not initialised, as ``torch.empty`` does. Local.
 
-        Nothing needs to be released: the memory goes back to the pool when the last tensor over it is gone, views and
-        the tensors of running operations included. On CUDA it counts as used until what is then in the stream that was
-        current here is done, as with torch's own tensors: a tensor that other streams use must outlive that. Errors and
-        captures are as in `acquire`.
+        You do not release anything: the memory goes back to the pool when the last tensor over it is gone, including views and
+        the tensors of running operations. On CUDA the memory then counts as used until the work that is at that time in the
+        stream of this call is done, as with torch's own tensors. If another stream uses the tensor, keep the tensor until that
+        use is done.
 
-        Where ranks must lease in one order (``Communicator(registered=True)``), they must also drop in one order:
-        prefer `acquire` and `Lease.release` there.
-        """
+        If ranks must lease in one order (``Communicator(registered=True)``), they must also drop in one order. Prefer
+        `acquire` and `Lease.release` there.
+
+        Args:
+            shape: The shape of the tensor.
+            dtype: float32, bfloat16, float16, float64, int64, int32, int16, int8 or uint8.
+
+        Raises:
+            ValueError: A negative extent.
+            TypeError: A shape or a dtype of the wrong type, or a dtype that is not listed above.
+            PoolError: The system has no memory left.
+            CaptureError: As in `acquire`."""
         extents = _extents(shape)
         if min(extents, default=0) < 0:
             raise ValueError(f"shape is {shape!r}, which has a negative extent")
@@ -246,10 +310,16 @@ class Pool:
 
     @contextlib.contextmanager
     def trace(self, name: str) -> Iterator[Trace]:
-        """Records the leases of the block: ``with pool.trace("train") as trace``. The trace is complete at its end.
+        """Records the leases of a ``with`` block. Local.
 
-        Unnamed leases are recorded too, but no plan has a place for them. `PoolError` inside another trace.
-        """
+        ``with pool.trace("train") as trace:`` gives a `Trace`, which is complete when the block ends. Leases without a key are
+        recorded too, but plans have no place for them.
+
+        Args:
+            name: Name of the trace, and of the plan and regime that are made from it.
+
+        Raises:
+            PoolError: Another trace is being recorded."""
         self._native.begin_trace()
         noted, self._notes_callers = self._notes_callers, True
         trace = Trace(name, align=self._native.align_bytes)
@@ -267,15 +337,19 @@ class Pool:
         max_bytes: int | None = None,
         effort: int = 20_000,
     ) -> Plan:
-        """A plan for steps like the ``trace``; a pure function of its arguments.
+        """Makes a plan for steps like the one in ``trace``. Local; the result depends only on the arguments.
 
         Args:
-            slack: by role (what stands before the first ``/`` of a key): so many further acquires of the role may be
-                made before a key's bytes go to another one. 0: the least memory, and an acquire may wait for the last
-                use; 1: as with a double buffer.
-            max_bytes: `BudgetTooSmall` if the plan needs more.
-            effort: as in `place`.
-        """
+            trace: The record of one step.
+            slack: For a role (the part of a key before the first ``/``), the number of further acquires of the role before a
+                key's bytes go to another key. 0 needs the least memory, but an acquire may wait for the last use. 1 is like a
+                double buffer.
+            max_bytes: The most bytes that the plan may need.
+            effort: As in `place`.
+
+        Raises:
+            BudgetTooSmall: The plan needs more than ``max_bytes``.
+            ValueError: ``slack`` names a role that the trace does not have, or a negative number."""
         found = trace.lifetimes(slack)
         released = {event.lease for event in trace.events if event.kind == "release"}
         acquired = [event for event in trace.events if event.kind == "acquire" and event.key]
@@ -292,29 +366,45 @@ class Pool:
         )
 
     def adopt(self, plan: Plan, *more: Plan, strict: bool = False, comm: Any = None) -> None:
-        """From now on keys lie where these plans put them, one a regime, in an arena as large as the largest needs.
+        """Gives each key its place in the plans. Local; collective over the ranks of ``comm`` if you pass it.
 
-        ``plan`` is the regime at first. ``comm``: all ranks of this communicator call it, and `CrossRankMismatch` names
-        the first difference between their plans. `PoolBusy` while leases lie in places of plans before, which these
-        replace. An error leaves everything as it was. The calling thread waits for the last uses of the arena before.
-        """
+        Each plan belongs to a regime of its name. All plans share one arena, which is as large as the largest plan needs. The
+        new plans replace those before. If the call raises, nothing has changed. The calling thread waits for the last uses of
+        the earlier arena.
+
+        Args:
+            plan: The plan of the regime that is current after the call.
+            *more: Plans of other regimes.
+            strict: Raise an error if an acquire diverges from the plan.
+            comm: A communicator. Its ranks compare their plans and ``strict``.
+
+        Raises:
+            PoolBusy: Leases lie in places of the earlier plans (with ``comm``, on any rank).
+            CrossRankMismatch: The ranks of ``comm`` have different plans. The message names the first difference.
+            PoolError: The system has no memory left."""
         plans = (plan, *more)
         if comm is not None:
             expect_equal_plans(plans, comm, f"strict={bool(strict)}")
             everyone = comm.exchange(bytes([self.stats().planned_live_bytes > 0]))
             if busy := [rank for rank, told in enumerate(everyone) if told != b"\0"]:
-                raise PoolBusy(f"adopt: leases are live in places of the plans before, on ranks {busy}: end them first")
+                raise PoolBusy(f"adopt: leases of the earlier plans are live on ranks {busy}: end them first")
         self._native.adopt([each.to_native() for each in plans], not not strict)
         self._plans = plans
 
     @property
     def current_regime(self) -> str:
-        """The name of the plan that acquires go by; empty without plans."""
+        """The name of the current plan; empty without plans."""
         return self._native.regime
 
     @contextlib.contextmanager
     def regime(self, name: str) -> Iterator[None]:
-        """Inside, acquires of all threads go by the plan of this name. ValueError if there is none."""
+        """Makes the plan of this name current in a ``with`` block, for all threads. Local.
+
+        Args:
+            name: Name of an adopted plan.
+
+        Raises:
+            ValueError: The pool has no plan of this name."""
         before = self._native.regime
         self._native.regime = name
         try:
@@ -324,47 +414,67 @@ class Pool:
                 self._native.regime = before
 
     def step_end(self) -> None:
-        """Tells a planned pool that the step is over.
+        """Tells a pool with plans that a step is over. Local.
 
-        `LeaseLeak` names keys of the plans that are live and were not at the end of the trace. A strict pool raises
-        `PlanDiverged` if the step has not acquired all keys of a regime that it began. The next step begins either way.
-        """
+        The next step begins, also if the call raises.
+
+        Raises:
+            LeaseLeak: Keys of the plans are live that were not live at the end of the trace. The message names them.
+            PlanDiverged: The pool is strict, and the step has acquired some keys of a regime, but not all."""
         self._native.end_step()
 
     def explain(self) -> str:
-        """`Plan.explain` of the adopted plans. `PoolError` if none was adopted by this object."""
+        """Returns the text of `Plan.explain` for each adopted plan. Local.
+
+        Raises:
+            PoolError: No plan was adopted through this object."""
         if not self._plans:
-            raise PoolError("the pool has no plan: adopt one before")
+            raise PoolError("the pool has no plan: call adopt() first")
         return "\n".join(each.explain() for each in self._plans)
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True when the contiguous ``tensor`` lies in this pool's memory."""
+        """Returns whether a tensor lies in this pool's memory. Local.
+
+        Args:
+            tensor: A contiguous tensor.
+
+        Raises:
+            ValueError: The tensor is not contiguous."""
         return self._native.holds(tensor)
 
     def stats(self) -> PoolStats:
-        """The pool's counters as of now."""
+        """Returns the counters of the pool. Local."""
         return PoolStats(*self._native.stats())
 
     def check(self) -> None:
-        """Verifies every invariant of the pool. `PoolError` names the first one that is broken."""
+        """Checks the internal invariants of the pool. Local.
+
+        Raises:
+            PoolError: The first invariant that does not hold, such as a write beyond the end of a lease with ``poison=True``.
+        """
         self._native.check()
 
     def expect_no_leases(self) -> None:
-        """`LeaseLeak` naming the leases that are live."""
+        """Checks that no lease is live. Local.
+
+        Raises:
+            LeaseLeak: Leases are live. The message names them."""
         self._native.expect_no_leases()
 
     def trim(self) -> int:
-        """Gives slabs without leases back to the system, after their last use. Returns the number of bytes."""
+        """Gives slabs without leases back to the system, and returns their number of bytes. Local.
+
+        The calling thread waits for the last uses of these slabs. The arena of the plans stays."""
         return self._native.trim()
 
 
 def _warn_of_divergence(first: str) -> None:
     """The native pool calls it, from `Pool.acquire`."""
     warnings.warn(
-        f"the pool has left its plan: {first}. Such leases take memory beside it: stats() counts them, explain() says what "
-        "the plan is made for. If steps have changed for good, trace one and adopt its plan",
+        f"the pool has left its plan: {first}. Such leases take extra memory: stats() counts them, explain() describes "
+        "the plan. If your steps have changed for good, trace one and adopt its plan",
         stacklevel=3,
     )
 

@@ -1,10 +1,10 @@
-"""Trace: which leases a pool had, in which order, as a value and as a file.
+"""Trace: the leases of a pool in their order, as a value and as a file.
 
 >>> trace = Trace("train", [TraceEvent("acquire", 0, "a", 4096, -1), TraceEvent("release", 0, "a", 4096, -1)])
 >>> trace.lifetimes().intervals
 {'a': [(0, 1)]}
 
-A file has one JSON value a line: first ``{"bucketwheel_trace": 1, "name": ..., "align": ...}``, then one object an
+A file has one JSON object on each line: first ``{"bucketwheel_trace": 1, "name": ..., "align": ...}``, then one for each
 event, with the fields of `TraceEvent`.
 """
 
@@ -28,23 +28,35 @@ _KINDS = ("live", "acquire", "use", "release")
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One call of a pool. A ``use`` says that another stream than the acquire's works on the lease."""
+    """One call of a pool.
 
-    kind: str  # "live" (at the begin of the trace), "acquire", "use", "release"
-    lease: int  # the number of the lease in the trace
-    key: str  # "" for an unnamed lease
-    nbytes: int  # asked for
-    stream: int  # a small number per stream, in the order of first appearance; -1: the host
-    where: str = ""  # "file.py:12 in name" of the acquire, or ""
+    Attributes:
+        kind: ``"live"`` (the lease was live when the trace began), ``"acquire"``, ``"use"`` (another stream uses the lease) or
+            ``"release"``.
+        lease: Number of the lease in the trace.
+        key: The key of the lease; empty for a lease without one.
+        nbytes: The requested number of bytes.
+        stream: Number of the stream, in the order of first appearance; -1 means the host.
+        where: The code that acquired the lease, as ``"file.py:12 in name"``, or empty."""
+
+    kind: str
+    lease: int
+    key: str
+    nbytes: int
+    stream: int
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """What a plan is made of, by key, in the order of the first acquires; the arguments of `place`.
+    """Sizes and live intervals of the keys of a trace, in the order of first acquires: the arguments of `place`.
 
-    ``steps``: every interval stops there or before. ``unnamed_bytes``: the most at once of leases without a key, which
-    are in none of the dicts.
-    """
+    Attributes:
+        sizes: Bytes of each key.
+        intervals: For each key, the half-open intervals in which it is live, in positions of the trace's events.
+        keys: Role, unit and position of each key.
+        steps: Number of events. All intervals stop there or before.
+        unnamed_bytes: The most bytes that leases without a key have at once. They are in none of the dicts."""
 
     sizes: dict[str, int]
     intervals: dict[str, list[Interval]]
@@ -53,11 +65,16 @@ class Lifetimes:
     unnamed_bytes: int = 0
 
     def with_slack(self, slack: Mapping[str, int]) -> Lifetimes:
-        """Keys of a role in ``slack`` stay reserved until so many further acquires of their role have been made, to the
-        end if there are fewer, but never into their own next interval. 0 is the least memory; 1 is a double buffer.
+        """Returns lifetimes in which keys stay reserved for some time after their release. Local.
 
-        Raises ValueError for a role that no key has, or a negative number.
-        """
+        A key of a role in ``slack`` stays reserved until that number of further acquires of its role, or to the end if there
+        are fewer, but never into its own next interval. 0 needs the least memory; 1 is a double buffer.
+
+        Args:
+            slack: Number of further acquires for each role.
+
+        Raises:
+            ValueError: A role that no key has, or a negative number."""
         keys_of: dict[str, list[str]] = defaultdict(list)  # by role
         for key, of in (self.keys or {}).items():
             keys_of[of.role].append(key)
@@ -82,25 +99,33 @@ class Lifetimes:
 
 @dataclass
 class Trace:
-    """The calls of one pool, usually in one training step."""
+    """The calls of one pool, usually in one training step. `Pool.trace` records it. All methods are local.
+
+    Attributes:
+        name: Name of the trace.
+        events: The calls, in their order.
+        align: Alignment of the pool in bytes."""
 
     name: str
     events: list[TraceEvent] = field(default_factory=list)
-    align: int = 512  # of the pool, in bytes
+    align: int = 512
 
     def lifetimes(self, slack: Mapping[str, int] | None = None) -> Lifetimes:
-        """When each key is live, in positions in ``events``.
+        """Returns when each key is live, in positions in ``events``. Local.
 
-        - A lease is live from its acquire until its release, or until the end of the trace. What was live at the begin
-          comes before any release, so it conflicts with the same keys as if it were live from position 0. A key that no
-          step acquires is left out: it lies where it is.
-        - The size of a key is its largest.
-        - The role of ``"grads/3/1"`` is what stands before the first ``/``; unit and position are the numbers behind
-          it, else the key's place in the order of first acquires, and 0. A trace knows no dtypes.
+        - A lease is live from its acquire to its release, or to the end of the trace. A lease that is live when the trace
+          begins is live from position 0.
+        - A key that is never acquired in the trace is left out: it keeps its memory.
+        - The size of a key is the size of its largest lease.
+        - The role of ``"grads/3/1"`` is the part before the first ``/``. Unit and position are the numbers after it. Without
+          numbers the unit is the key's place in the order of first acquires, and the position is 0. A trace knows no dtypes.
 
-        ``slack``: see `Lifetimes.with_slack`. Raises ValueError for a trace that no pool can have made: a lease that is
-        released but not live, or two of one key at once.
-        """
+        Args:
+            slack: As in `Pool.plan`.
+
+        Raises:
+            ValueError: A trace that no pool can have made, such as a release of a lease that is not live, or two live leases
+                of one key; or a bad ``slack``."""
         sizes: dict[str, int] = {}
         intervals: dict[str, list[Interval]] = {}
         changes: list[tuple[int, int]] = []  # of the bytes of unnamed leases
@@ -119,14 +144,24 @@ class Trace:
         return found.with_slack(slack) if slack else found
 
     def save(self, path: str | Path) -> None:
-        """Writes the file anew."""
+        """Writes the trace to a file, and replaces the file if it exists. Local.
+
+        Args:
+            path: The file. It has one JSON object on each line."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps({HEADER: VERSION, "name": self.name, "align": self.align}) + "\n")
             file.writelines(json.dumps(vars(event)) + "\n" for event in self.events)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """The trace that `save` wrote. ValueError naming the file and the record (the first is 1) if it is damaged."""
+        """Reads a trace that `save` wrote. Local.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: The file is damaged. The message names the file and the record; the first record is 1.
+            OSError: The file cannot be read."""
 
         def place(number: int) -> str:
             return f"{path}, record {number}"

@@ -51,8 +51,8 @@ class Sharded(NamedTuple):
 
     def refusal(self, what: str) -> ShardedParamError:
         return ShardedParamError(
-            f"{what} of parameter {self.name!r}, which is sharded over the ranks and not gathered now: read or write it inside "
-            "`with model.full_params():`, or during the forward of its unit; model.state_dict() has this rank's part"
+            f"{what} needs parameter {self.name!r}, which is sharded over the ranks and not gathered now: access it "
+            "inside `with model.full_params():`, or during the forward of its unit; state_dict() has this rank's part"
         )
 
 
@@ -74,7 +74,7 @@ class _Memoryless(Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # where `.data` is set in inference mode
             return True
-        raise ShardedParamError(f"{func} of a parameter that is not gathered")
+        raise ShardedParamError(f"{func} needs a parameter that is not gathered")
 
 
 def memoryless(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

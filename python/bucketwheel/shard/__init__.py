@@ -1,6 +1,6 @@
-"""Sharded parameters (ZeRO-3): every rank keeps a part of each, and the whole is gathered, unit by unit, while it is needed.
+"""Sharded parameters (ZeRO-3): each rank keeps a part of every parameter, and units of parameters are gathered while they are
+needed.
 
-Uses `residency`, `checkpoint` and below, never `optim`: an optimizer finds the shards by `layout.leased_params`. Start with
-`module.py`; `units.py` says which parameters come and go together, `runtime.py` what happens at a boundary, `report.py` is
-the text of `plan_report`.
-"""
+Uses `residency`, `checkpoint` and below, never `optim`: an optimizer finds the shards through `layout.leased_params`. Start
+with `module.py`. `units.py` decides which parameters form a unit, `runtime.py` acts when the forward or backward of a unit
+begins or ends, and `report.py` makes the text of `plan_report`."""

@@ -1,4 +1,4 @@
-"""shard: makes a model's parameters sharded ones, and what the model then can do."""
+"""shard: shards the parameters of a model, and `ShardedModule`, the methods that the model gets."""
 
 from __future__ import annotations
 
@@ -48,40 +48,52 @@ def shard(
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     cast_inputs: bool = True,
 ) -> Any:
-    """Shards the parameters of ``model`` over the ranks (ZeRO-3) and returns the model, as a `ShardedModule`. Collective.
+    """Shards the parameters of ``model`` over the ranks (ZeRO-3) and returns the model, now a `ShardedModule`. Collective.
 
-    Then make ``ShardedAdamW(model.parameters())``; it steps the shards. The `Parameter` objects stay. Outside of the forward
-    and backward of its unit a parameter has no values: its shape, dtype and device answer, `ShardedParamError` is raised where
-    values are needed. All ranks take rank 0's values.
+    Make ``ShardedAdamW(model.parameters())`` afterwards; it updates the shards. The model is changed in place, and the
+    `Parameter` objects stay the same. All ranks receive rank 0's values. During the call each rank has the complete model on
+    its device.
 
-    In the first step units are gathered when they are needed, and the order is recorded; from the second step on they are
-    gathered ahead, in memory that is planned. docs/parallelism.md has tables of what is sharded when, and of what a model
-    may do.
+    A unit is a set of parameters that are gathered by one all-gather and freed together. A parameter has values only during
+    the forward and the backward of its unit. Outside of these it has a shape, a dtype and a device, and code that needs its
+    values raises `ShardedParamError`. Each forward of the model or of a unit is collective, evaluations included.
+
+    In the first step each unit is gathered when it is needed, and the order is recorded. From the second step on units are
+    gathered ahead in the recorded order, in memory that is planned. docs/sharded_parameters.md lists what is sharded in each
+    mode and what a model may do.
 
     Args:
-        units: modules, or classes of modules, whose parameters come and go together: the blocks of a transformer. They must
-            not overlap. Parameters outside of them, and those that several of them have, are one unit, the *root*, which is
-            gathered from the begin of the model's forward to the end of backward.
-        group: the ranks to shard over, as ``process_group`` of `ShardedAdamW`.
-        replicate: the ranks that have the same shards (HSDP), as ``replicate_group`` of `ShardedAdamW`.
-        param_dtype: in which parameters are gathered and used. The given ones stay beside as the optimizer's master weights.
-            None: as they are.
-        reduce_dtype: in which gradients are reduced; None: as `ShardedAdamW` says.
-        output_dtype: of floating outputs of the model; None: as they are.
-        prefetch: how many units are at most gathered and not yet waited for.
-        reshard: False keeps units between forward and backward. A dict says so by unit: modules, classes or names.
-        ignored: parameters, or modules, that stay whole on all ranks; an optimizer treats them as ever.
-        cast_inputs: floating inputs of the model and of units get ``param_dtype``.
+        model: The model to shard. All its parameters are on the CPU or on one CUDA device and have no gradients. Dtypes
+            float32, bfloat16, float16 and float64, also mixed.
+        units: Modules of the model, or classes of modules, that are units, such as the blocks of a transformer. Units must not
+            overlap. The root unit has all other parameters, and parameters that several units share. The root unit is gathered
+            at the start of each forward of the model and freed at the end of its backward (of the forward, if no backward
+            follows), once for each micro-batch.
+        group: The ranks to shard over, as ``process_group`` of `ShardedAdamW`.
+        replicate: The ranks that hold the same shards (HSDP), as ``replicate_group`` of `ShardedAdamW`.
+        param_dtype: The dtype in which parameters are gathered and used. The shards in the original dtype become the
+            optimizer's master weights. None means the original dtype.
+        reduce_dtype: The dtype in which gradients are reduced. None means the default of ``reduce_dtype`` of `ShardedAdamW`.
+        output_dtype: The dtype to which floating-point outputs of the model are cast. None means no cast.
+        prefetch: Maximum number of units that are gathered ahead and not yet waited for. 0 gathers each unit when it is
+            needed.
+        reshard: True frees a unit after its forward, unless the unit is needed next. False keeps all units from forward to
+            backward. A dict sets this for some units: the keys are modules, classes or names of units, the values bool.
+        ignored: Parameters, or modules, that are not sharded. `ShardedAdamW` trains them as it trains the parameters of a
+            model without `shard`.
+        cast_inputs: Cast floating-point inputs of the model and of units to ``param_dtype``.
 
     Raises:
-        ValueError, TypeError: naming the parameter, unit or option; nothing has been moved.
-        RuntimeError: ranks disagree on the model or the options.
-    """
+        ValueError: A parameter that cannot be sharded, units that overlap, or an option that is wrong or has no effect.
+            Nothing has been moved.
+        TypeError: An argument of the wrong type, or a parameter that is not a plain `torch.nn.Parameter`. Nothing has been
+            moved.
+        RuntimeError: Ranks disagree on the model or on the options. Raised on all ranks; nothing has been moved."""
     if expect_int(prefetch, "prefetch") < 0:
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype), ("output_dtype", output_dtype)):
         if dtype is not None and dtype not in PARAM_DTYPES:
-            raise ValueError(f"{name}={dtype}: None or one of {', '.join(map(str, PARAM_DTYPES))} is expected")
+            raise ValueError(f"{name} is {dtype}, expected None or one of {', '.join(map(str, PARAM_DTYPES))}")
     found = find_units(model, units, ignored=ignored, reshard=reshard)
     infos = [info for unit in found for info in unit.params]
     if not infos:
@@ -91,7 +103,7 @@ def shard(
     if reduce_dtype is not None and not any(info.param.requires_grad for info in infos):
         raise ValueError(f"reduce_dtype={reduce_dtype} has no effect: no parameter requires a gradient; leave it out")
     if reshard is not True and len(found) == 1:
-        raise ValueError(f"reshard={reshard} has no effect: there are no units beside the root; give units")
+        raise ValueError(f"reshard={reshard} has no effect: the model has no units but the root; pass units=")
     device = infos[0].device
     comm, replicas = communicators_for(group, replicate, device, None, "shard")
     comm = comm or Communicator(LocalWorld(1).rank(0), name="shard", device=device)
@@ -107,7 +119,7 @@ def shard(
             for unit in found
             for info in unit.params
         ]
-        expect_equal_lines(reducer, lines, "; every rank must shard the same model alike")
+        expect_equal_lines(reducer, lines, "; every rank must shard the same model with the same options")
         reducer._release()
     except BaseException:
         close_all(owned, 0.0)
@@ -186,7 +198,7 @@ class _Part:
     def _alive(self) -> LeasedParams:
         home = self._home()
         if home is None:
-            raise ShardedParamError(f"the sharded model of parameter {self._name!r} is gone, and its values with it")
+            raise ShardedParamError(f"parameter {self._name!r} has no values: its sharded model was deleted")
         return home
 
     def detached(self, param: Tensor) -> Tensor:
@@ -202,8 +214,8 @@ class _Part:
         if isinstance(source, TensorShard):
             if source.ranges != tuple(self._ranges) or source.shape != param.shape:
                 raise ValueError(
-                    f"parameter {self._name!r}: this rank has {self._ranges} of it, and the given part is {source.ranges}; "
-                    "load it with torch.distributed.checkpoint or bw.checkpoint.load, which read any world size"
+                    f"parameter {self._name!r}: this rank has elements {self._ranges}, but the given part has "
+                    f"{source.ranges}; use torch.distributed.checkpoint or bw.checkpoint.load, for any world size"
                 )
             part = source.piece
         else:
@@ -225,7 +237,7 @@ def _runtime_at(module: nn.Module) -> Runtime | None:
 
 def _before_load(module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
-        raise ValueError("load_state_dict(assign=True) would replace sharded parameters: leave assign out")
+        raise ValueError("load_state_dict(assign=True) would replace sharded parameters: call it without assign")
     if (runtime := _runtime_at(module)) is not None and not runtime.is_held:
         runtime.before_write()
 
@@ -253,23 +265,42 @@ def runtime_of(model: nn.Module) -> Runtime:
     """TypeError for a model that `shard` has not returned."""
     runtime = model.__dict__.get(_RUNTIME)
     if not isinstance(runtime, Runtime):
-        raise TypeError(f"{type(model).__name__} is not sharded: give the model that bw.shard was called with")
+        raise TypeError(f"{type(model).__name__} is not sharded: pass the model that you gave to bw.shard")
     return runtime
 
 
 class ShardedModule(nn.Module):
-    """What `shard` adds to a model. Units are named by a module of theirs, or as in ``model.named_modules()``."""
+    """Methods that `shard` adds to a model. The class of a sharded model is a subclass of its former class and of this one.
+
+    A unit is named by its module or by the module's name in ``model.named_modules()``. The root unit is named by the model or
+    by ``"root"``. A sharded model cannot be copied: ``copy.deepcopy`` raises TypeError."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """`ShardedAdamW.no_sync` of the optimizers of its parameters."""
+        """Context in which backward accumulates gradients on this rank without reducing them. Local.
+
+        Enters `ShardedAdamW.no_sync` of all optimizers that train the model's parameters."""
         stack = ExitStack()
         for engine in list(runtime_of(self).by.engines):
             stack.enter_context(engine.no_sync())
         return stack
 
     def unshard(self, unit: Any, stream: Any = None) -> Handle:
-        """Starts the gather of a unit, which stays until the end of its next training forward or backward, or the next
-        step. Its parameters are the gathered ones at once, and have their values when the handle says so. Collective."""
+        """Starts the gather of a unit and returns its handle. Collective.
+
+        Call `Handle.wait` before you use the parameters. The unit stays gathered until the end of its next forward with
+        gradients, its next backward, or the next step. Use it before you call a method of a module other than its forward.
+
+        Args:
+            unit: A module that is a unit, or the name of a unit.
+            stream: The native stream for the gather. None means the communicator's stream.
+
+        Returns:
+            The handle of the gather.
+
+        Raises:
+            ValueError: ``unit`` is not a unit of this model.
+            RuntimeError: Before the order of the units is recorded: the ranks called it for different units. Raised on all
+                ranks."""
         runtime = runtime_of(self)
         number = _number_of(runtime, unit)
         native = runtime.native.hold(number, stream)
@@ -277,47 +308,64 @@ class ShardedModule(nn.Module):
         return Handle(native, runtime.comm.gathers)
 
     def unshard_all(self) -> None:
-        """`unshard` of all units, and waits: for a generation of many tokens. Collective."""
+        """Gathers all units and waits for them, as `unshard` does for one. Collective.
+
+        Call it before you generate many tokens, so that no token waits for a gather."""
         handles = [self.unshard(unit.name) for unit in runtime_of(self).units]
         for handle in handles:
             handle.wait()
 
     @contextlib.contextmanager
     def full_params(self) -> Iterator[None]:
-        """All parameters are whole inside, on every rank. What is written to them there counts; write the same on all ranks.
-        With master weights (``param_dtype``) writes are rounded to the parameters' dtype. Collective, also at its end."""
+        """Context in which all parameters have their values on every rank. Collective, at its start and at its end.
+
+        Writes to parameters inside are kept; write the same values on all ranks. With ``param_dtype`` the parameters have that
+        dtype inside: a value that you write is rounded to it, and elements that you do not change keep their master weights.
+        ``model.state_dict()`` returns copies of the full tensors inside.
+
+        Raises:
+            RuntimeError: A step, a load into the optimizer, or `bw.checkpoint.load`, inside the context.
+                ``model.load_state_dict`` with full tensors works.
+            ShardedParamError: At its end: a parameter was given a tensor of another dtype or shape."""
         runtime = runtime_of(self)
         with runtime.held(range(len(runtime.units))):
             yield
 
     @contextlib.contextmanager
     def regime(self, name: str) -> Iterator[None]:
-        """Forwards inside have a record, and a plan, of their own: for an order that is not that of training. Without it
-        forwards with gradients are in the regime "train" and others in "eval"."""
+        """Context in which forwards have a recorded order, and a memory plan, of their own. Local; all ranks must use it alike.
+
+        Use it for forwards that run the units in another order than training. Without it, forwards with gradients belong to
+        the regime ``"train"`` and forwards without gradients to ``"eval"``.
+
+        Args:
+            name: The name of the regime. The order is recorded in its first pass and used from the second one on."""
         with runtime_of(self).regime(name):
             yield
 
     def plan_report(self) -> str:
-        """Units, bytes, the recorded order, the memory plan with its lower bound, peaks and counters, as text. Local."""
+        """Returns a readable text: units, bytes, the recorded orders, the memory plan with its lower bound, peaks and counters.
+        Local."""
         return report.text_of(runtime_of(self))
 
     def residency_counts(self) -> dict[str, Any]:
-        """Counters since `shard`. Local.
+        """Returns counters since `shard`. Local.
 
-        - ``gathers``, ``waited_s``: by unit, how often it was gathered and how long the host waited for that
-        - ``wasted``, ``wasted_bytes``: gathers that nobody waited for
-        - ``step_gathers``: by unit, gathers since the last step, or in it if nothing has been gathered since
-        - ``regathered_bytes``: of units that were gathered more than once there
-        - ``divergences``: events that the record did not have next
-        - ``planned``, ``load``: bytes of the plan of gathered parameters, and its lower bound
-        - ``live``, ``peak``, ``side``, ``side_peak``: bytes of gathered parameters now and at most since the plan was made, and
-          of these beside the plan
-        """
+        - ``gathers``: number of gathers, by unit
+        - ``waited_s``: seconds that the host has waited for gathers, by unit
+        - ``step_gathers``: number of gathers since the last step, by unit; if there was none since, gathers in the last step
+        - ``regathered_bytes``: bytes of the repeated gathers among ``step_gathers``
+        - ``wasted``, ``wasted_bytes``: number and bytes of gathers that no module has waited for
+        - ``divergences``: number of times that a unit was needed out of the recorded order
+        - ``planned``, ``load``: bytes of the plan for gathered parameters, and the lower bound of any plan
+        - ``live``, ``peak``: bytes of gathered parameters now, and the most since the plan was made
+        - ``side``, ``side_peak``: the part of ``live`` that has no planned place, and the most since the plan was made"""
         return report.counts_of(runtime_of(self))
 
     def close(self) -> None:
-        """Ends the communicators that `shard` has made, after `ShardedAdamW.close`; the model is of no use afterwards.
-        Collective."""
+        """Closes the communicators that `shard` has made. Collective; the model cannot be used afterwards.
+
+        Call `ShardedAdamW.close` first. Communicators that you passed to `shard` stay open."""
         runtime_of(self).before_write()
         runtime_of(self).close()
 
@@ -330,4 +378,4 @@ def _number_of(runtime: Runtime, unit: Any) -> int:
         if unit == one.name or any(unit is module() for module in runtime.modules[number]):
             return number
     names = ", ".join(repr(one.name) for one in runtime.units[:8])
-    raise ValueError(f"{unit!r:.80} is no unit; units are {names}{', ...' if len(runtime.units) > 8 else ''}")
+    raise ValueError(f"{unit!r:.80} is not a unit; units are {names}{', ...' if len(runtime.units) > 8 else ''}")

@@ -50,7 +50,7 @@ def text_of(runtime: Runtime) -> str:
         lines.append(
             f"memory: plan {counts['planned']:,} bytes, lower bound (load) {counts['load']:,}, gap {100 * runtime.plan.gap:.1f} %"
         )
-    lines.append(f"peak {counts['peak']:,} bytes, of these beside the plan {counts['side_peak']:,}")
+    lines.append(f"peak {counts['peak']:,} bytes, of these outside the plan {counts['side_peak']:,}")
     lines.append(
         f"gathered in vain: {counts['wasted']} ({counts['wasted_bytes']:,} bytes); gathered again in the last step: "
         f"{counts['regathered_bytes']:,} bytes; divergences: {counts['divergences']}"

@@ -154,9 +154,9 @@ class Runtime:
         memory = self.native.memory(unit)
         if memory is None or not self.native.is_here(unit):
             raise ShardedParamError(
-                f"a backward needs parameters of unit {self.units[unit].name!r}, which are not gathered: it reached them by no "
-                "output of the forward of the unit, or the graph was made inside full_params(): run the backward inside "
-                "full_params() too"
+                f"a backward needs parameters of unit {self.units[unit].name!r}, which are not gathered: its graph "
+                "does not pass through an output of the unit's forward, or was made inside full_params(): run the "
+                "backward inside full_params() too"
             )
         return memory
 
@@ -223,8 +223,8 @@ class Runtime:
         if about is None:
             self.abandon()
             raise ShardedParamError(
-                f"the forward of unit {self.units[unit].name!r} returns memory of its own parameters, which others will use: "
-                "return a copy (weight.clone()), or name a module in units= that has the code that reads it"
+                f"the forward of unit {self.units[unit].name!r} returns memory of its own parameters, which other "
+                "units reuse: return a copy (weight.clone()), or name in units= a module with the code that reads it"
             )
         address, regime, root = about
         # Backward needs the root beside the unit, where the model's forward has called it.
@@ -254,8 +254,8 @@ class Runtime:
         """``root``: the address of the root in the forward, 0 if any will do, -1 if it has had none."""
         if torch.is_grad_enabled() and not self._held:
             raise ShardedParamError(
-                f"a backward with create_graph=True through unit {self.units[unit].name!r}: its graph would need the parameters "
-                "again; run it inside `with model.full_params():`"
+                f"backward(create_graph=True) through unit {self.units[unit].name!r} makes a graph that needs the "
+                "parameters again: run it inside `with model.full_params():`"
             )
         self._in_backward()
         if self.native.regime != regime:  # an evaluation has come between
@@ -264,8 +264,8 @@ class Runtime:
             is_there = self.native.backward(unit, address, root)
         if not is_there:
             raise ShardedParamError(
-                f"unit {self.units[unit].name!r} has been gathered at another address in backward than in forward, because other "
-                "units that have its place are in use: the graph of this forward is of no use; run the forward again"
+                f"unit {self.units[unit].name!r} has another address in backward than in forward, because units that "
+                "share its memory are in use: the graph of this forward cannot be used; run the forward again"
             )
 
     def end_backward(self) -> None:
@@ -303,14 +303,14 @@ class Runtime:
         if not is_same:
             self.abandon()
             raise RuntimeError(
-                "ranks took units in different orders in this step, so nothing has been updated: every rank must run the same "
-                "units in the same order"
+                "ranks ran units in different orders in this step, so nothing has been updated: every rank must run "
+                "the same units in the same order"
             )
 
     def before_write(self) -> None:
         """Parameters are about to be written: none is gathered afterwards."""
         if self._held:
-            raise RuntimeError("a step or load inside full_params(): leave that first")
+            raise RuntimeError("a step or load inside full_params(): leave full_params() first")
         self._is_plan_due = self.native.end_step() or self._is_plan_due
         self._forget_forwards()
         self._is_training, self._root_depth, self.native.regime = False, 0, TRAIN
@@ -321,7 +321,7 @@ class Runtime:
             says = sharded(written)
             raise ShardedParamError(
                 f"parameter {says.name if says else ''!r} was written to while it was gathered, and the write is lost: write "
-                "inside `with model.full_params():` (max_norm of nn.Embedding writes in forward: leave it out)"
+                "inside `with model.full_params():` (max_norm of nn.Embedding writes in forward: do not use max_norm)"
             )
 
     def abandon(self) -> None:
@@ -340,9 +340,8 @@ class Runtime:
         if not self._has_warned and (count := self.native.divergences):
             self._has_warned = True
             warnings.warn(
-                f"units were needed in another order than in the recorded step ({count} times): they are gathered when they are "
-                "needed, which nothing hides. model.plan_report() counts on; model.regime(name) gives another order a record "
-                "of its own",
+                f"units were needed in another order than in the recorded step ({count} times): each was gathered "
+                "late, without overlap. model.plan_report() counts them; model.regime(name) records another order",
                 stacklevel=3,
             )
 
@@ -415,8 +414,8 @@ class Runtime:
                 place = full.narrow(0, begin, shape.numel()).as_strided(shape, info.stride)
                 if (info.param.dtype, info.param.shape) != (home.dtype, shape):
                     raise ShardedParamError(
-                        f"parameter {info.name!r} was given a tensor of another dtype or shape inside full_params(): write "
-                        "values instead"
+                        f"parameter {info.name!r} got a tensor of another dtype or shape inside full_params(): write "
+                        "values into it instead"
                     )
                 if info.param.data_ptr() != place.data_ptr():  # p.data = new
                     place.copy_(info.param.data)

@@ -48,7 +48,7 @@ def _chosen(model: nn.Module, given: Any) -> dict[nn.Module, str]:
             raise ValueError(f"units has {one!r}, and the model has no such module; it has {kinds}")
         found |= some
     if model in found:
-        raise ValueError("units has the model itself: what belongs to no unit is one unit by itself, so leave it out")
+        raise ValueError("units has the model itself: its other parameters form a unit anyway, so leave it out")
     for module, name in found.items():
         inner = next((found[m] for m in module.modules() if m is not module and m in found), None)
         if inner is not None:
@@ -137,7 +137,7 @@ def _stays(chosen: Mapping[nn.Module, str], reshard: bool | Mapping[Any, bool]) 
         ]
         if not some:
             raise ValueError(
-                f"reshard names {key!r}, which is no unit; units are {', '.join(map(repr, chosen.values()))}"
+                f"reshard names {key!r}, which is not a unit; units are {', '.join(map(repr, chosen.values()))}"
             )
         stays.update(dict.fromkeys(some, not value))
     return stays

@@ -1,4 +1,4 @@
-"""``python -m bucketwheel checkpoint DIR``: what a checkpoint holds, and whether it is whole. Needs no GPU and no other rank.
+"""``bucketwheel checkpoint DIR``: what a checkpoint holds, and whether it is whole. Needs no GPU and no other rank.
 
 Exit status: 0 it is whole (of another writer's checkpoint, which has no checksums: as far as sizes and names show); 1 it is
 damaged, incomplete or none. `report` looks and writes.

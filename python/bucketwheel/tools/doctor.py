@@ -1,4 +1,4 @@
-"""``python -m bucketwheel doctor``: what the native modules need, what of it is there, and what to do about the rest.
+"""``bucketwheel doctor``: what the native modules need, what of it is there, and what to do about the rest.
 
 Exit status: 0 the modules work; 1 they work, with warnings; 2 the native module cannot be had, torch is too old, or a module
 named by ``--build`` cannot be built.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,23 +18,20 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from bucketwheel._version import __version__
-from bucketwheel.comm import nccl_library
 from bucketwheel.errors import BuildError, DeviceError
 from bucketwheel.native import cache, compile, env, modules, toolchain
 from bucketwheel.native.toolchain import CPU, CUDA, Module
 
-_VARIABLES = ("BW_", "CUDA_", "CXX", "NCCL_", "NVCC", "TORCH_CUDA_ARCH_LIST", "XDG_CACHE_HOME")
+_VARIABLES = ("BW_", "CUDA_", "CXX", "LD_", "NCCL_", "NVCC", "OMP_", "PYTORCH_", "TORCH_", "XDG_CACHE_HOME")
 _DLPACK = "__dlpack_c_exchange_api__"  # by which torch 2.10 and later hand over tensors without a call of Python
 
 Gpu = tuple[str, tuple[int, int]]  # its name and capability
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds, text = [CPU.kind, CUDA.kind], "build it now; may be repeated"
-    parser.add_argument("--build", action="append", choices=kinds, default=[], help=text)
+    text = "build this native module now: cpu needs a C++20 compiler, cuda nvcc too; may be given twice, for both"
+    parser.add_argument("--build", action="append", choices=[CPU.kind, CUDA.kind], default=[], help=text)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
 
 
@@ -51,15 +49,22 @@ def main(options: argparse.Namespace) -> int:
 
 def examine(build: Sequence[str] = ()) -> tuple[dict[str, str], list[str], list[str]]:
     """Facts by name, what is broken, and what to be warned of. Builds the modules of these kinds first."""
+    environment = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES))
+    import torch  # in functions, for --help comes without it; and now: bucketwheel.comm sets a variable of NCCL
+
+    from bucketwheel.comm import nccl_library
+
     gpus = _gpus()
     errors: list[str] = []
     concerns: list[str] = []
+    cuda = f"CUDA {torch.version.cuda}, NCCL {nccl_library.version_of_torch()}"
     facts = {
         "bucketwheel": f"{__version__} ({Path(__file__).parents[1]})",
         "Python": f"{sys.version.split()[0]} ({sys.executable})",
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl_library.version_of_torch()}",
+        "system": platform.platform(),
+        "torch": f"{torch.__version__}, {cuda if torch.version.cuda else 'without CUDA'}",
         "GPUs": ", ".join(f"{name} ({major}.{minor})" for name, (major, minor) in gpus) or "none",
-        "environment": ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)),
+        "environment": environment or "none of " + "..., ".join(_VARIABLES) + " is set",
     }
 
     def look(name: str, at: Callable[[], str], problems: list[str] | None, before: str = "") -> None:
@@ -81,13 +86,13 @@ def examine(build: Sequence[str] = ()) -> tuple[dict[str, str], list[str], list[
         concerns.append(f"there are GPUs, but torch sees none: {why}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        look("compiler", lambda: " ".join(toolchain.find_compiler()), [])
+        look("compiler", lambda: _with_version(toolchain.find_compiler(), CPU), [])
         look("ninja", compile.find_ninja, [])
         look("pybind11", lambda: metadata.version("pybind11"), [])
         look("cache", _cache, concerns)
         look("CPU module", lambda: _module(CPU, build, gpus), errors)
         of_gpus = errors if "cuda" in build else concerns if gpus else None
-        look("nvcc", lambda: " ".join(toolchain.find_nvcc()), None if of_gpus is None else [])
+        look("nvcc", lambda: _with_version(toolchain.find_nvcc(), CUDA), None if of_gpus is None else [])
         before = "there are GPUs, but: " if of_gpus is concerns else ""
         look("CUDA module", lambda: _module(CUDA, build, gpus), of_gpus, before)
         if facts["CPU module"].endswith(")"):  # it is there, and NCCL is found by it
@@ -95,12 +100,17 @@ def examine(build: Sequence[str] = ()) -> tuple[dict[str, str], list[str], list[
             look("NCCL", _nccl, concerns if needs_nccl else None)
     concerns += dict.fromkeys(str(one.message) for one in caught)
     unknown = sorted(name for name in os.environ if name.startswith("BW_") and name not in env.KNOWN)
-    concerns += [f"{name} is set, which bucketwheel does not know: docs/building.md has all names" for name in unknown]
+    concerns += [
+        f"{name} is set, but bucketwheel has no such variable: docs/environment.md lists all of them"
+        for name in unknown
+    ]
     return facts, errors, concerns
 
 
 def _gpus() -> list[Gpu]:
     """The devices as torch sees them, else as the driver does."""
+    import torch
+
     if torch.cuda.is_available():
         seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return [(one.name, (one.major, one.minor)) for one in seen]
@@ -135,6 +145,12 @@ def _module(module: Module, build: Sequence[str], gpus: Sequence[Gpu]) -> str:
     return "not built yet"
 
 
+def _with_version(command: Sequence[str], module: Module) -> str:
+    lines = toolchain.version_of(command, module).splitlines()
+    told = (line for line in lines if module is CPU or "release" in line)  # nvcc's first lines have no version
+    return f"{' '.join(command)}: {next(told, 'no version')}"
+
+
 def _cache() -> str:
     folder = cache.cache_dir()
     above = next(path for path in (folder, *folder.parents) if path.exists())
@@ -147,5 +163,7 @@ def _cache() -> str:
 
 
 def _nccl() -> str:
+    from bucketwheel.comm import nccl_library
+
     info = nccl_library.info()
     return f"{nccl_library.version_text(info.version)}, {info.found} ({info.path})"

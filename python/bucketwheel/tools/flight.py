@@ -1,4 +1,4 @@
-"""``python -m bucketwheel flight DIR``: compares the flight rings that ranks have written to BW_TRACE_DIR, and says which rank
+"""``bucketwheel flight DIR``: compares the flight rings that ranks have written to BW_TRACE_DIR, and says which rank
 stopped first, and at which operation.
 
 Ranks are compared by the numbers of their operations, never by time: the clocks of hosts differ. Exit status: 0 no rank is

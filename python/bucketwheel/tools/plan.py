@@ -1,4 +1,4 @@
-"""``python -m bucketwheel plan TRACE``: the memory of a recorded step as `Pool.plan` places it, and as others do.
+"""``bucketwheel plan TRACE``: the memory of a recorded step as `Pool.plan` places it, and as others do.
 
 TRACE is what `Trace.save` wrote, a memory snapshot of torch.cuda or a table of intervals (CSV); its content tells
 which. Exit status: 0; 1 if TRACE cannot be read, or ``--policy`` has no placement. `read` looks, `replay` places,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # doctor also runs where these cannot be imported
     from bucketwheel.pool.trace import Lifetimes
 
 _LISTED_KEYS = 20
+_POLICIES = "place, double_buffer, fixed_pool, max_pool, slot_coloring, best_fit"  # for --help, which imports no torch
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Replay:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL of a pool, pickle of torch, or CSV")
-    parser.add_argument("--policy", default="", help="list the offsets of this one; and draw it")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw offsets over time")
-    parser.add_argument("--json", action="store_true", help="one object of JSON instead of text")
+    text = f"list the offsets of this one, and draw it beside place, which is ours: {_POLICIES}"
+    parser.add_argument("--policy", default="", metavar="NAME", help=text)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw offsets over the events of the trace")
+    parser.add_argument("--json", action="store_true", help="one object of JSON instead of text, sizes in bytes")
     parser.add_argument(
         "--slack", action="append", default=[], metavar="ROLE=N", help="so many further acquires of a role before reuse"
     )
@@ -64,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         found = replay(name, lifetimes, align if options.align is None else options.align, options.effort)
         told = facts(found, options.policy)
         if options.plot:
-            tetris.drawn(found, options.policy or "place").savefig(options.plot)
+            tetris.drawn(found, options.policy or "place").savefig(options.plot, dpi=150)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -122,7 +124,7 @@ def replay(name: str, found: Lifetimes, align: int, effort: int = 20_000) -> Rep
 def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
     """All that is to be told, as values that JSON can hold; with the offsets of ``policy``."""
     plan, lifetimes = replay.plan, replay.lifetimes
-    step, keys = plan.peak()
+    event, keys = plan.peak()
     rows: dict[str, Any] = {}
     for name, (found, ms) in replay.results.items():
         if isinstance(found, str):
@@ -139,11 +141,11 @@ def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
         "trace": plan.name,
         "keys": len(lifetimes.sizes),
         "lifetimes": sum(map(len, lifetimes.intervals.values())),
-        "steps": lifetimes.steps,
+        "events": lifetimes.steps,
         "align": plan.align,
         "load_bytes": plan.load_bytes,
         "unnamed_bytes": lifetimes.unnamed_bytes,
-        "peak": {"step": step, "keys": {key: lifetimes.sizes[key] for key in keys}},
+        "peak": {"event": event, "keys": {key: lifetimes.sizes[key] for key in keys}},
         "policies": rows,
     }
     if policy:
@@ -153,27 +155,32 @@ def facts(replay: Replay, policy: str = "") -> dict[str, Any]:
 
 def render(told: Mapping[str, Any], where: Mapping[str, str]) -> str:
     lines = [
-        f"{told['trace']}: {told['keys']:,} keys, {told['lifetimes']:,} lifetimes, {told['steps']:,} steps",
-        f"at least {told['load_bytes']:,} bytes: the load, of offsets that are multiples of {told['align']}",
+        f"{told['trace']}: {told['keys']:,} keys, {told['lifetimes']:,} lifetimes, {told['events']:,} events",
+        f"at least {mib(told['load_bytes'])} MiB: the load, of offsets that are multiples of {told['align']} bytes",
     ]
     if told["unnamed_bytes"]:
-        lines.append(f"and at most {told['unnamed_bytes']:,} bytes at once of unnamed leases, which no plan places")
-    lines += ["", f"{'policy':14} {'bytes':>19} {'over load':>10} {'saved':>19} {'proven':>7} {'ms':>10}"]
+        lines.append(f"and at most {mib(told['unnamed_bytes'])} MiB at once of unnamed leases, which no plan places")
+    lines += ["", f"{'policy':14} {'MiB':>12} {'over load':>10} {'saved MiB':>12} {'proven':>7} {'ms':>10}"]
     for name, row in told["policies"].items():
         if "none" in row:
             lines.append(f"{name:14} {row['none']}")
             continue
         proven = "yes" if row["proven_optimal"] else ""
         lines.append(
-            f"{name:14} {row['total_bytes']:>19,} {100 * row['over_load']:>8.1f} % {row['saved_bytes']:>19,} "
+            f"{name:14} {mib(row['total_bytes']):>12} {100 * row['over_load']:>8.1f} % {mib(row['saved_bytes']):>12} "
             f"{proven:>7} {row['ms']:>10.1f}"
         )
     keys = told["peak"]["keys"]
-    lines += ["", f"at step {told['peak']['step']:,} most bytes are live, in {len(keys):,} keys:"]
+    lines += ["", f"at event {told['peak']['event']:,} most memory is live, {len(keys):,} keys, in MiB:"]
     for key, nbytes in list(keys.items())[:_LISTED_KEYS]:
-        lines.append(f"{nbytes:>19,}  {key}  {where.get(key, '')}".rstrip())
+        lines.append(f"{mib(nbytes):>12}  {key}  {where.get(key, '')}".rstrip())
     if len(keys) > _LISTED_KEYS:
-        lines.append(f"{sum(list(keys.values())[_LISTED_KEYS:]):>19,}  in {len(keys) - _LISTED_KEYS:,} more")
+        lines.append(f"{mib(sum(list(keys.values())[_LISTED_KEYS:])):>12}  in {len(keys) - _LISTED_KEYS:,} more")
     if "offsets" in told:
-        lines += ["", f"{'offset':>19}  key", *(f"{at:>19,}  {key}" for key, at in told["offsets"].items())]
+        lines += ["", f"{'offset, MiB':>12}  key", *(f"{mib(at):>12}  {key}" for key, at in told["offsets"].items())]
     return "\n".join(lines)
+
+
+def mib(nbytes: int) -> str:
+    """To a hundredth; of less than one, to half a KiB."""
+    return f"{nbytes / 2**20:,.{4 if 0 < abs(nbytes) < 2**20 else 2}f}"

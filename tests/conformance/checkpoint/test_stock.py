@@ -65,7 +65,7 @@ def pickling(rank: int, size: int, directory: str) -> None:
         pickle.dumps(run.opt.state_dict())
         pickle.dumps(dict(run.opt.state))
     text, shown = [str(one.message) for one in told if "pickled" in str(one.message)]
-    assert "is one rank's part, as optimizer.state shows it" in shown
+    assert "is one rank's part, from optimizer.state" in shown
     assert (
         f"rank {rank}'s part of 2" in text and "bw.checkpoint.save(folder, model" in text and "full_state_dict=" in text
     )
@@ -108,9 +108,9 @@ def with_safetensors(rank: int, size: int, cut: str, is_distributed: bool, direc
     if cut == "rows" and is_distributed:
         save()
     elif is_distributed:
-        expect_refusal(save, "keeps one box of each tensor", "of '0.exp_avg'", "full_state_dict()")
+        expect_refusal(save, "keeps one box per tensor", "of '0.exp_avg'", "full_state_dict()")
     else:
-        expect_refusal(save, "has one file for all ranks", "full_state_dict()")
+        expect_refusal(save, "writes one file, but", "full_state_dict()")
     return run.opt.full_state_dict()
 
 

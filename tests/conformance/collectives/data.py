@@ -60,7 +60,7 @@ def integer_sums(comm: Communicator) -> None:
     reduce_scatter(out, large, comm).wait()
     assert out.tolist() == [(comm.size * 2**62 + 2**63) % 2**64 - 2**63] * 3
     for op in ("avg", PreMulSum(2.0)):
-        with pytest.raises(ValueError, match="of integers only 'sum' is"):
+        with pytest.raises(ValueError, match="use 'sum' for integers"):
             reduce_scatter(out, large, comm, op=op)
     with pytest.raises(TypeError, match="unsupported dtype"):
         reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(comm.size, dtype=torch.bool), comm)

@@ -161,7 +161,7 @@ def bad_arguments(comm: Communicator) -> None:
         (lambda: AllGatherRequest([full, full], [shard, shard], comm), ValueError, "the output overlaps"),
         (lambda: AllGatherRequest(full, gaps, comm), ValueError, r"inputs\[0\] is not contiguous"),
         (lambda: ReduceScatterRequest(gaps, full, comm), ValueError, r"outputs\[0\] is not contiguous"),
-        (lambda: ReduceScatterRequest(shard.long(), full.long(), comm, op="avg"), ValueError, "integers only 'sum' is"),
+        (lambda: ReduceScatterRequest(shard.long(), full.long(), comm, op="avg"), ValueError, "use 'sum' for integers"),
         (lambda: ReduceScatterRequest(shard, full, comm, op="max"), ValueError, "op 'max' is not supported"),
         (lambda: comm.all_reduce(full, dist.ReduceOp.MAX), ValueError, "op 'max' is not supported"),
         (lambda: comm.all_reduce(gaps), ValueError, "tensor is not contiguous"),

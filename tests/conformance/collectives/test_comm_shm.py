@@ -236,7 +236,7 @@ def test_ranks_of_another_version_are_refused():
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
         there.send(shm._HELLO.pack(1, links.nonce, shm._VERSION ^ 1))
-        with pytest.raises(ConnectionRefusedError, match="rank 1 runs another version of bucketwheel"):
+        with pytest.raises(ConnectionRefusedError, match="rank 1 does not run bucketwheel"):
             shm._Acceptor(links, here)._caller(here)
 
 

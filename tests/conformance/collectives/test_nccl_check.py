@@ -44,8 +44,8 @@ def one_calls_nothing(rank: int, size: int) -> Error:
 
 def test_a_rank_that_calls_nothing(rank_pool):
     mine, theirs = rank_pool(2).run(one_calls_nothing, timeout_s=30)
-    assert "ranks [1] called nothing" in mine[1]
-    assert theirs[0] == "MismatchError" and "ranks [1] called nothing" in theirs[1]
+    assert "ranks [1] made no call" in mine[1]
+    assert theirs[0] == "MismatchError" and "ranks [1] made no call" in theirs[1]
 
 
 def one_dies(rank: int, size: int) -> tuple[Error, float]:
@@ -93,7 +93,7 @@ def test_places_in_registered_memory(is_equal, rank_pool):
 def other_slabs(rank: int, size: int) -> None:
     with nccl_comm("slabs", registered=True) as (comm, script):
         lease = comm.pool.acquire("key", 1 << (22 + 3 * rank))
-        with pytest.raises(ValueError, match="ranks have other slabs to register"):
+        with pytest.raises(ValueError, match="ranks have different slabs to register"):
             comm.register_pool()
         check_usable(comm)
         lease.release()
@@ -146,8 +146,11 @@ class GoneStore:
 def test_a_check_without_a_store_says_so_soon_and_asks_once():
     store, peers = GoneStore(), mock.Mock(**{"trouble.side_effect": ["", "", "rank 0 died", "rank 0 died"]})
     check = nccl._Check(mock.Mock(store=store, rank=1, size=2, timeout_s=600.0), peers)
-    assert check("name", 1, "all_gather") == "this rank called all_gather, and cannot ask what others did: rank 0 died"
+    assert (
+        check("name", 1, "all_gather")
+        == "this rank called all_gather, but could not read the calls of other ranks: rank 0 died"
+    )
     peers.trouble.side_effect = lambda: ""
     begin = time.monotonic()
-    assert check("name", 2, "all_gather").endswith("cannot ask what others did: Connection reset by peer")
+    assert check("name", 2, "all_gather").endswith("could not read the calls of other ranks: Connection reset by peer")
     assert time.monotonic() - begin < SOON_S and store.asked == 2

@@ -127,7 +127,7 @@ def without_pool(rank: int, size: int) -> tuple[str, str, float]:
 
     def new_pool(**choices: Any) -> Pool:
         if rank == 1:
-            raise DeviceError("cuda:9 was asked for; there are 8 CUDA devices")
+            raise DeviceError("cuda:9 does not exist: there are 8 CUDA devices")
         return Pool(**choices)
 
     begin = time.monotonic()

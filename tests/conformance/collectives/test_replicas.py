@@ -138,8 +138,8 @@ def test_a_replicate_group_on_some_ranks_is_refused_on_every_rank() -> None:
     began = time.monotonic()
     messages = with_replicas(2, 2, body, timeout_s=60)
     assert time.monotonic() - began < 15
-    assert "this one does not" in messages[1]
-    assert "1 ranks of the process_group of rank 0 have a replicate_group" in messages[0]
+    assert "this rank does not" in messages[1]
+    assert "process_group of rank 0 has 1 ranks with a replicate_group" in messages[0]
 
 
 def test_registered_memory_is_refused() -> None:
@@ -301,7 +301,7 @@ def waits_over_nccl(rank: int, world: int, takes_turns: bool) -> tuple[int, int]
 
 @pytest.mark.dist
 def test_where_launches_have_no_order_each_bucket_waits_for_the_last_one(rank_pool: Callable[[int], Any]) -> None:
-    """docs/ordering.md: kernels of the two groups could start in different orders on two ranks, and wait for each other."""
+    """docs/developers/ordering.md: kernels of the two groups could start in different orders on two ranks, and wait for each other."""
     free, in_turn = (rank_pool(4).run(waits_over_nccl, takes_turns) for takes_turns in (False, True))
     for (buckets, waits), (same, more) in zip(free, in_turn, strict=True):
         assert buckets == same > 10 and more == waits + buckets - 1

@@ -189,7 +189,7 @@ def moments_of_rows_are_reset(run: Run) -> None:
         del run.opt.state[p], run.opt.state[new]
     step_on(run, 10)
     if run.is_ours:
-        with pytest.raises(ValueError, match="rows of which"):
+        with pytest.raises(ValueError, match="rows= needs parameters="):
             run.opt.reset_state(rows=[0])
         with pytest.raises(ValueError, match="not trained by this optimizer"):
             run.opt.reset_state(Parameter(torch.zeros(3)))
@@ -206,9 +206,7 @@ def exchanged(run: Run, which: range) -> None:
         run.params[i].data = run.params[i].data * 0.5
     run.backward(1)
     if run.is_ours and run.world > 1 and run.opt._engine.comm.is_registered:
-        with pytest.raises(
-            RuntimeError, match=r"parameter [0-8]' was given other memory .*\(registered=True\): write val"
-        ):
+        with pytest.raises(RuntimeError, match=r"parameter [0-8]' new memory .*\(registered=True\): write val"):
             run.opt.step()
         old = [one.clone() for one in old]
     run.opt.step()

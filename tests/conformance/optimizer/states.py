@@ -177,7 +177,7 @@ BROKEN: dict[Callable[[Any], None], str] = {
     break_shape: "group 1 parameter 4.*shape",
     break_state: "group 1 parameter 4.*no 'exp_avg'",
     break_step: "group 1 parameter 4.*no 'step'",
-    break_amsgrad: "has amsgrad=(True|False), this optimizer was made with amsgrad=(True|False)",
+    break_amsgrad: "has amsgrad=(True|False), but this optimizer has amsgrad=(True|False)",
     break_maximize: "maximize must be the same",
     break_rate: "group 1: lr is '0.1', expected a number",
     break_betas: "group 1 has no .*betas",

@@ -173,7 +173,7 @@ def test_memory_that_is_held_is_not_written_to(dtype: torch.dtype, how: str) -> 
                 del old
             elif moment == 1 and how != "step":
                 with pytest.raises(
-                    RuntimeError, match="'weight3' was given other memory .* something holds 'weight1', which"
+                    RuntimeError, match="'weight3' new memory .* another tensor uses the memory of 'weight1', which"
                 ):
                     act()
                 texts += 1

@@ -268,12 +268,12 @@ def exchanged(value: Any) -> Callable[[Any], Any]:
         (after(lambda saved: saved["state"][8].pop("exp_avg_sq")), "has no 'exp_avg_sq'"),
         (exchanged(torch.zeros(33, 64)), r"'exp_avg' of .* has shape \(33, 64\), the parameter \(64, 33\)"),
         (exchanged(1.5), "'exp_avg' of .* is a float, not a tensor"),
-        (exchanged(torch.zeros(64, 33).as_subclass(Shard)), "is a Shard, and load_full_state_dict takes whole tensors"),
+        (exchanged(torch.zeros(64, 33).as_subclass(Shard)), "is a Shard, but load_full_state_dict takes whole tensors"),
         (after(lambda saved: [group.update(amsgrad=True) for group in saved["param_groups"]]), "amsgrad=True"),
         (after(lambda saved: saved["param_groups"].pop()), "different number of parameter groups"),
         (lambda saved: {}, "has no 'state'"),
         (lambda saved: {"param_groups.x.lr": 0.1}, "It is flattened: get it without flatten_optimizer_state_dict"),
-        (lambda saved: None, "rank 1 is to have the dict"),
+        (lambda saved: None, "rank 1 must pass the dict"),
         (lambda saved: [saved], "takes a dict, a path or None, got list"),
         (lambda saved: "/nowhere/full.pt", "No such file"),
     ],
@@ -303,9 +303,9 @@ def test_all_ranks_refuse_what_cannot_be_saved(call: str, tmp_path: Path) -> Non
     def body(comm: Communicator) -> None:
         opt, params = made("fp32", comm)
         given, expected = {
-            "another dst": ({"dst": comm.rank}, "ranks did different things.*dst=0.*dst=1"),
-            "no such rank": ({"dst": 2}, "rank 2 is asked for; there are ranks 0 to 1"),
-            "a path for all": ({"dst": None, "path": tmp_path / "x"}, "give its number as dst"),
+            "another dst": ({"dst": comm.rank}, "ranks made different optimizer calls.*dst=0.*dst=1"),
+            "no such rank": ({"dst": 2}, "the rank is 2, expected 0 to 1"),
+            "a path for all": ({"dst": None, "path": tmp_path / "x"}, "path= needs dst="),
             "no chunk": ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
             "no folder": ({"path": tmp_path / "none" / "x"}, "none|parent"),
             "other model": ({"model": torch.nn.Linear(1, 1)}, "none of the model's"),

@@ -117,7 +117,7 @@ def test_a_part_of_one_parameter_is_not_taken_for_that_of_another(tmp_path: Path
         SAVE(job, tmp_path)
         job.opt.close()
         job = Named(comm, "fp32", "vqk", cut="element")
-        with pytest.raises(ValueError, match=r"cut as '\w\.weight', whose place it had"):
+        with pytest.raises(ValueError, match=r"in the place of '\w\.weight'"):
             dcp_load(job, tmp_path)
         assert not any(state["exp_avg"].any() for state in job.by_name()[0].values())
 

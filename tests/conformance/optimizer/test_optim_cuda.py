@@ -136,7 +136,7 @@ def test_backward_and_step_neither_wait_nor_allocate_with_ranks(world: int) -> N
 def test_capturable_needs_cuda_and_a_static_graph() -> None:
     with pytest.raises(ValueError, match="static_graph=True"):
         bw.ShardedAdamW(model_of().parameters(), capturable=True)
-    with pytest.raises(ValueError, match="on CUDA, these are on cpu"):
+    with pytest.raises(ValueError, match="on CUDA, but they are on cpu"):
         bw.ShardedAdamW(model_of().parameters(), capturable=True, static_graph=True)
 
 

@@ -50,7 +50,7 @@ TIES: dict[str, tuple[Callable[[Tiny], Any], str]] = {
     ),
     "one inside another": (lambda model: over_slices(model, slice(0, 10), slice(2, 4)), "parameter 1' shares memory"),
     "a frozen one": (tied_to_frozen, "'group 0 parameter 2' shares memory with 'group 0 parameter 0'"),
-    "given twice": (lambda model: [*model.parameters(), model.first.weight], "parameter 4' is given twice"),
+    "given twice": (lambda model: [*model.parameters(), model.first.weight], "parameter 4' was passed twice"),
 }
 
 

@@ -47,7 +47,7 @@ def test_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -> No
 
 
 PENDING = (
-    "parameter 'w[0-9]' belongs to another optimizer, and no step has used the gradient that 'w[0-9]' has there; call"
+    "parameter 'w[0-9]' belongs to another optimizer, .* no step has used the gradient of 'w[0-9]'; call"
 )
 
 
@@ -86,7 +86,7 @@ def test_a_later_optimizer_takes_parameters_over(world: int | None, parts: tuple
         if not closes:
             for call in (first.step, first.zero_grad, first.state_dict, lambda: first.clip_grad_norm_(1.0)):
                 with pytest.raises(
-                    ClosedError, match="a later optimizer, which trains 'w[0-9]' too, has replaced this one"
+                    ClosedError, match="a later optimizer for parameter 'w[0-9]' has replaced this one"
                 ):
                     call()
             first.close()  # as `with` does

@@ -1,5 +1,5 @@
 """Gradients, steps and the optimizer's making in CUDA streams of their own, simulated: the CPU's bits, everything in order.
-Without any of the edges of docs/ordering.md something is not: `make mutants` (window.cpp, reductions.cpp).
+Without any of the edges of docs/developers/ordering.md something is not: `make mutants` (window.cpp, reductions.cpp).
 
 On a GPU: tests/gpu/test_ordering.py.
 """
@@ -159,7 +159,7 @@ def leave_elsewhere(gathers: Gathers, leave: Callable[[Gathers], None] = Gathers
 
 
 def test_a_step_that_does_not_wait_for_its_gathers_is_found() -> None:
-    """Edges 9 and 11 of docs/ordering.md, with both places. Those of native code: `make mutants`."""
+    """Edges 9 and 11 of docs/developers/ordering.md, with both places. Those of native code: `make mutants`."""
     races: list[str] = []
     for seed in range(12):
         with mock.patch.object(Gathers, "leave_running", leave_elsewhere):

@@ -282,7 +282,7 @@ def test_a_write_by_others_fails_the_save_by_name(
         EDITS[name](job)
         barrier.wait(LIMIT_S)
         gate.set()
-        with pytest.raises(CheckpointError, match=f"{name}.* written to, by others than the optimizer"):
+        with pytest.raises(CheckpointError, match=f"{name}.* modified outside the optimizer"):
             pending.wait(LIMIT_S)
         job.steps(2)
         return saved
@@ -580,7 +580,7 @@ def test_a_folder_with_a_checkpoint_of_other_parameters(has_model: bool, tmp_pat
         checkpoint.save(tmp_path, *first)
     name = "'model.1.weight'" if has_model else "'optim.state.2.exp_avg'"
     with pytest.warns(
-        UserWarning, match=rf"other parameters, .* {name} has shape \(2, 2\) there and \(5, 2\) here.* one folder"
+        UserWarning, match=rf"other parameters, .* {name} has shape \(2, 2\) there and \(5, 2\) here.* a folder"
     ):
         checkpoint.save(tmp_path, *second)
     with warnings.catch_warnings():

@@ -68,7 +68,7 @@ def failing(rank: int, world: int) -> None:
     loop = Apart()
     snapshots = Snapshots(loop.opt)
     fail_from(3, snapshots, OSError("no more memory")) if rank == 1 else None
-    with pytest.warns(UserWarning, match=rf"snapshots end at step \d: {'no more memory' if rank == 1 else ''}"):
+    with pytest.warns(UserWarning, match=rf"snapshots stopped at step \d: {'no more memory' if rank == 1 else ''}"):
         loop.steps(*range(9))
     with warnings.catch_warnings(action="error"):
         loop.steps(9)

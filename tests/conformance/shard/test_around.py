@@ -48,6 +48,10 @@ def test_an_optimizer_of_torch_steps_local_shards(world: int) -> None:
         opt = train(model, shards)
         for ours, theirs in zip(whole_params(model), twin.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        before = whole_params(model)
+        with pytest.raises(ValueError, match="has 2 of the .* parameters of bw.local_shards"):
+            torch.optim.SGD(shards[:2], lr=0.1).step()
+        assert all(map(torch.equal, before, whole_params(model)))
         bw.local_shards(model)  # replaces the ones before
         with pytest.raises(bw.ClosedError, match="replaced"):
             opt.step()
@@ -361,7 +365,7 @@ def test_a_backward_that_enters_a_unit_by_no_output_raises_by_name(monkeypatch: 
         loss = lm_loss(model, step)
         loss.backward(retain_graph=step == 2)
         if step == 2:
-            with pytest.raises(bw.ShardedParamError, match="by no output"):
+            with pytest.raises(bw.ShardedParamError, match="does not pass through an output"):
                 kept[-1].sum().backward()
         opt.step()
         opt.zero_grad()
