@@ -1,4 +1,4 @@
-# make demo        a small GPT on two CPU ranks, with DDP, FSDP2, a save  make test     the tests, without the slow ones
+# make demo        85 M parameters, two CPU ranks, five systems; a save  make test     the tests, without the slow ones
 # make test-all    all tests                                            make lint      formatting, ruff, mypy
 # make format      let the tools format                                 make clean     remove .venv and caches
 # make docs        the site, in build/site; a warning is an error       make dist      sdist and pure wheel, in dist
@@ -84,7 +84,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 dist: $(INSTALLED)
-	rm -rf dist
+	rm -f dist/*.*
 	$(BIN)/python -m pip install --quiet build
 	$(BIN)/python -m build --outdir dist
 

@@ -45,7 +45,7 @@ class Checkpoints:
         self.finish_save()
         begin = time.perf_counter()
         extra = {"step": step, "schedule": run.schedule.state_dict()}
-        extra |= {"losses": run.losses, "validation": run.validation}
+        extra |= {"losses": run.record.losses, "validation": run.record.validation}
         self.pending = bw.checkpoint.async_save(str(self.folder), run.model, run.optimizer, extra)
         self.stalled_s += time.perf_counter() - begin
         self.step = step
@@ -75,7 +75,7 @@ class Checkpoints:
             return 0
         extra = bw.checkpoint.load(str(self.folder), run.model, run.optimizer)
         run.schedule.load_state_dict(extra["schedule"])
-        run.losses, run.validation = extra["losses"], extra["validation"]
+        run.record.losses, run.record.validation = extra["losses"], extra["validation"]
         self.step = extra["step"]
         return self.step
 

@@ -1,4 +1,8 @@
-"""What train_gpt.py is compared with: DDP and FSDP2, each with torch's fused AdamW."""
+"""What train_gpt.py is compared with: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2, each with torch's fused AdamW.
+
+Each has the options that take the least memory: DDP's gradients and ZeroRedundancyOptimizer's parameters lie in their
+buckets, and FSDP2 shards by blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +14,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from train_gpt import Gpt
 
+PEERS = ("ddp", "zero", "fsdp2")
 
-class PeerAdamW(torch.optim.AdamW):
-    """A peer, DDP or FSDP2 with torch's fused AdamW, behind the same words as `bw.ShardedAdamW`."""
+
+class Peer:
+    """A wrapped model and its torch optimizer, behind the same words as `bw.ShardedAdamW`."""
 
     def __init__(self, name: str, model: Gpt, groups_of: Callable[[Gpt], list[dict]], lr: float) -> None:
         self.model: nn.Module = model
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if name == "ddp" and not is_alone:
+        self.is_ddp = name in ("ddp", "zero") and not is_alone
+        if self.is_ddp:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if name == "fsdp2" and not is_alone:
             for module in (*model.blocks, model):
                 fully_shard(module)
-        super().__init__(groups_of(model), lr=lr, betas=(0.9, 0.95), fused=True)
+        options = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
+        if name == "zero" and not is_alone:
+            self.optimizer = ZeroRedundancyOptimizer(
+                groups_of(model), torch.optim.AdamW, parameters_as_bucket_view=True, **options
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(groups_of(model), **options)
         self.parameters = list(model.parameters())
-        self.is_ddp = isinstance(self.model, DistributedDataParallel)
+        self.steps = 0
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """DDP's gradients are whole anyway, so it reduces them once, after the last micro-batch."""
         return self.model.no_sync() if self.is_ddp else contextlib.nullcontext()
 
     def grad_sync(self) -> None:
-        """Both have waited at the end of backward."""
+        """All have waited at the end of backward."""
 
     def param_sync(self) -> None:
-        """DDP's ranks have computed all parameters themselves; FSDP2 gathers them in forward."""
+        """DDP's and ZeroRedundancyOptimizer's parameters are whole after the step; FSDP2 gathers them in forward."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Without None DDP's gradients stay in its buckets, instead of lying beside them while they accumulate."""
-        super().zero_grad(set_to_none and not self.is_ddp)
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Without None DDP's gradients stay in its buckets, instead of lying beside them while they accumulate. But DDP
+        makes its buckets anew after the first step: there None lets the old ones go."""
+        self.optimizer.zero_grad(set_to_none=not self.is_ddp or self.steps == 1)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -54,7 +73,8 @@ class PeerAdamW(torch.optim.AdamW):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def memory_summary(self) -> dict[str, int]:
-        states = [s for state in self.state.values() for s in state.values()]
+        local = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer: with this rank's states
+        states = [s for state in local.state.values() for s in state.values()]
         parts = {"params": self.parameters, "grads": [p.grad for p in self.parameters], "states": states}
         return {name: sum(local_bytes(tensor) for tensor in tensors) for name, tensors in parts.items()}
 

@@ -1,147 +1,185 @@
-"""What train_gpt.py measures, prints and draws: a rank's memory, the time of a step, losses.
+"""What train_gpt.py prints and draws: memory, tokens/s and losses of each system.
 
-How it is measured:
+- *Memory* is in bytes a parameter: how much a rank's memory grew, from before the model was made to the peak, divided by
+  the parameters of the whole model; the mean over the ranks (train_gpt_processes.py). Parameters, gradients, optimizer
+  states and buffers are the tensors and pools that rank 0 holds after the last backward. The rest is the peak less these:
+  activations, temporaries, what gloo and malloc take; for FSDP2 also gathered parameters and what it reduces.
+- *Time* is rank 0's, medians over the second half of the steps, in which memory is not watched. Communication is part of
+  the phase that waits for it.
 
-- *Memory* is rank 0's at its peak in the last step. Parameters, gradients, states and communication buffers are the bytes
-  of the tensors (and pools, in which bw.shard gathers parameters) that the rank holds after the last backward. The rest is how much more torch's allocator has
-  handed out at the step's peak than at that moment: activations and temporaries; for FSDP2 also gathered parameters and
-  what it reduces. Memory that gloo takes for itself is not counted.
-- *Time* is rank 0's, medians over the steps without the first three and the last. Forward and backward are those of a model
-  that nothing wraps, measured beside the others; all that forward, backward and the waits after them take beyond that
-  is communication.
+    python examples/train_gpt_report.py FOLDER...    # memory_by_ranks.png in the first, with the points of all
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import os
 import statistics
-import tempfile
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib.pyplot as plt
-import torch
+from memory_formula import Sizes, bytes_per_parameter
 
 if TYPE_CHECKING:
-    from train_gpt import Run
+    from collections.abc import Callable
 
-REST = "rest"
-MEMORY = {
-    "params": "parameters",
-    "grads": "gradients",
-    "states": "optimizer states",
-    "pool": "communication buffers",
-    REST: "rest at the peak",
+    from matplotlib.axes import Axes
+    from train_gpt import Record
+
+REST = "rest at the peak"
+MEMORY = {"params": "parameters", "grads": "gradients", "states": "optimizer states", "pool": "buffers", REST: REST}
+DEMO, BY_RANKS, POINTS = "demo.png", "memory_by_ranks.png", "demo.json"
+LABELS = {
+    "ddp": "DDP",
+    "zero": "ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
+    "bw.ShardedAdamW": "bw.ShardedAdamW",
+    "bw.shard": "bw.shard",
 }
+SHARDED = {"ddp": "-", "zero": "ZeRO-1", "fsdp2": "ZeRO-3", "bw.ShardedAdamW": "ZeRO-2", "bw.shard": "ZeRO-3"}
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#c9c9c9"
+COLORS = {"ddp": GREY, "zero": PURPLE, "fsdp2": ORANGE, "bw.ShardedAdamW": BLUE, "bw.shard": GREEN}
+MEASURED = (
+    "bytes a parameter of the whole model on a rank; the peak is the growth of the rank's memory (PSS without files)"
+    "\nsince before the model was made, in a fresh process for each system"
+)
 NOTE = (
-    "Memory: what a rank holds after backward; the rest is what torch's allocator has handed out beyond that at the peak"
-    " (activations, temporaries, FSDP2's gathered parameters; bw.shard's lie in communication buffers).\n"
-    "Time: forward and backward are those of a model without wrapper and optimizer; communication is what they and the"
-    " waits after them take beyond that."
+    "Memory: growth of a rank's memory (PSS without files) since before the model was made, divided by the parameters of the"
+    " whole model; fresh processes for each system.\n"
+    "Rest: activations, temporaries, what gloo and malloc take, FSDP2's gathered parameters (bw.shard's lie in buffers)."
+    " Communication is in the phase that waits for it."
 )
 LEAST = 1e-9  # of a relative difference on the logarithmic axis
 
 
-@contextlib.contextmanager
-def peak_of_step(memory: dict[str, int], grads_are_kept: bool) -> Iterator[None]:
-    """Adds the rest to ``memory``, where the step inside counts the other parts.
-
-    Gradients that are kept have their memory from one step to the next, the others are part of what the step allocates.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports its start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    peak = max(itertools.accumulate(event["args"]["Bytes"] for event in events))
-    memory[REST] = peak - (0 if grads_are_kept else memory["grads"])
-
-
-def phases(run: Run, plain_s: list[float]) -> dict[str, float]:
+def phases(record: Record) -> dict[str, float]:
     """Medians in milliseconds."""
-    # All of them where a resumed run has no other.
-    steps = (
-        run.seconds[min(3, max(len(run.seconds) - 2, 0)) : -1] or run.seconds
-    )  # the first ones warm up, the last one is profiled
-    found = {phase: 1e3 * statistics.median(step[phase] for step in steps) for phase in steps[0]}
-    if plain_s:
-        computes = min(1e3 * statistics.median(plain_s), found["forward and backward"])
-        waits = found.pop("forward and backward") - computes + found.pop("gather of parameters")
-        found = {"forward and backward": computes, "communication": waits, **found}
-    return found
+    steps = record.seconds[len(record.seconds) // 2 :]
+    return {phase: 1e3 * statistics.median(step[phase] for step in steps) for phase in steps[0]}
 
 
-def table(runs: list[Run], plain_s: list[float], tokens: int) -> str:
+def memory(record: Record, parameters: int) -> dict[str, float]:
+    """Bytes a parameter by part; with the rest where the process was watched."""
+    parts = {part: record.memory[part] for part in MEMORY if part in record.memory}
+    if record.peak_bytes:
+        parts[REST] = record.peak_bytes - sum(parts.values())
+    return {MEMORY[part]: size_bytes / parameters for part, size_bytes in parts.items()}
+
+
+def table(records: list[Record], parameters: int, tokens: int) -> str:
     """``tokens`` are those of a step of all ranks."""
-    times = [phases(run, plain_s) for run in runs]
-    steps_ms = [sum(time.values()) for time in times]
-    rows = {"tokens/s": [f"{1e3 * tokens / ms:,.0f}" for ms in steps_ms], "step, ms": [f"{ms:.1f}" for ms in steps_ms]}
-    for phase in times[0]:
-        rows[f"  {phase}"] = [f"{time[phase]:.1f}" for time in times]
-    rows["MB per rank at the peak"] = [
-        f"{sum(run.memory[part] for part in MEMORY if part in run.memory) / 1e6:.2f}" for run in runs
+    rows = [("system", "shards", "params", "grads", "states", "buffers", "rest", "peak")]
+    rows[0] += ("tokens/s", "step, ms", "first loss", "last loss")
+    for record in records:
+        parts, step_ms = memory(record, parameters), sum(phases(record).values())
+        peak = sum(parts.values()) if REST in parts else None
+        cells = [parts.get(name) for name in MEMORY.values()] + [peak]
+        rows.append(
+            (
+                LABELS[record.name],
+                SHARDED[record.name],
+                *("-" if cell is None else f"{cell:.2f}" for cell in cells),
+                f"{1e3 * tokens / step_ms:,.0f}",
+                f"{step_ms:,.1f}",
+                *(f"{loss:.6f}" for loss in (record.losses[0], record.losses[-1])),
+            )
+        )
+    widths = (24, 8, 8, 7, 8, 9, 7, 7, 11, 11, 12, 12)
+    lines = [
+        f"{row[0]:<{widths[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
     ]
-    for part, name in MEMORY.items():
-        rows[f"  {name}"] = [f"{run.memory[part] / 1e6:.2f}" if part in run.memory else "-" for run in runs]
-    for name, index in (("first", 0), ("last", -1)):
-        rows[f"validation loss, {name}"] = [f"{run.validation[index][1]:.4f}" for run in runs]
-    lines = ["", f"{'':<26}" + "".join(f"{run.name:>14}" for run in runs)]
-    return "\n".join(
-        lines + [f"{label:<26}" + "".join(f"{cell:>14}" for cell in cells) for label, cells in rows.items()]
-    )
+    measured = [f"\nFrom params to peak: {MEASURED}."] if records[0].peak_bytes else []
+    return "\n".join(("", *lines, *measured, "Losses: nats per byte.", ""))
 
 
-def stack(axes: plt.Axes, runs: list[Run], parts: list[dict[str, float]], colors: list[str], unit: str) -> None:
-    """A bar for each run, of its parts from bottom to top, with their sum above."""
-    names = [run.name for run in runs]
-    tops = [0.0] * len(runs)
-    for part, color in zip(parts[0], colors, strict=True):
-        heights = [of_run[part] for of_run in parts]
+def stack(
+    axes: Axes, records: list[Record], parts: list[dict[str, float]], colors: list[str], says: Callable[[float], str]
+) -> None:
+    """A bar for each system, of its parts from bottom to top, and what ``says`` makes of their sum above."""
+    names = [LABELS[record.name].replace("yOpt", "y\nOpt").replace("dAdam", "d\nAdam") for record in records]
+    tops = [0.0] * len(records)
+    for part, color in zip(max(parts, key=len), colors, strict=True):
+        heights = [of_record.get(part, 0.0) for of_record in parts]
         axes.bar(names, heights, bottom=tops, label=part, color=color, width=0.6)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     for index, top in enumerate(tops):
-        axes.text(index, top, f"{top:.0f} {unit}", ha="center", va="bottom")
-    axes.set_ylim(0, 1.12 * max(tops))
+        axes.text(index, top, says(top), ha="center", va="bottom")
+    axes.set_ylim(0, 1.15 * max(tops))
+    axes.tick_params(axis="x", labelsize="small")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2, frameon=False)
+    axes.legend(handles[::-1], labels[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
 
 
-def draw(runs: list[Run], plain_s: list[float], path: str) -> plt.Figure:
-    """Memory, time, and losses with their relative difference to the first peer's."""
+def draw_losses(axes: Axes, below: Axes, records: list[Record]) -> None:
+    """The losses, and below their relative difference from those of the first system."""
+    reference = records[0]
+    for record, style in zip(records, ("-", (0, (6, 4)), (3, (4, 4)), (0, (2, 3)), (1, (1, 3))), strict=False):
+        color, steps = COLORS[record.name], range(1, len(record.losses) + 1)
+        axes.plot(steps, record.losses, color=color, linestyle=style, linewidth=2, label=LABELS[record.name])
+        if record is not reference:
+            differences = [abs(a - b) / b for a, b in zip(record.losses, reference.losses, strict=True)]
+            below.plot(steps, [max(d, LEAST) for d in differences], ".", color=color)
+    axes.set(title="training loss", ylabel="nats per byte")
+    axes.legend(frameon=False, fontsize="small")
+    below.axhline(1e-5, color=RED, linewidth=1)
+    below.set(yscale="log", ylim=(LEAST / 2, 1e-3), xlabel="step")
+    below.set_title(f"relative difference from {LABELS[reference.name]}", fontsize="medium")
+    below.text(1, 1.5e-5, "allowed: 1e-5", color=RED, va="bottom", fontsize="small")
+
+
+def draw(records: list[Record], sizes: Sizes, ranks: int, tokens: int, folder: Path) -> None:
+    """``tokens`` as in `table`. demo.png, memory_by_ranks.png, and the points of the latter as demo.json."""
+    import matplotlib.pyplot as plt  # here, as the processes that only train need none
+
     figure, axes = plt.subplot_mosaic(
         [["memory", "time", "loss"], ["memory", "time", "difference"]],
-        figsize=(15, 6),
+        figsize=(16, 6.5),
         height_ratios=[2, 1],
         layout="constrained",
     )
-    memory = [{name: run.memory.get(part, 0) / 1e6 for part, name in MEMORY.items()} for run in runs]
-    stack(axes["memory"], runs, memory, [BLUE, ORANGE, GREEN, RED, GREY], "MB")
-    axes["memory"].set(title="memory of a rank at its peak", ylabel="MB")
-    stack(axes["time"], runs, [phases(run, plain_s) for run in runs], [GREY, RED, ORANGE, GREEN], "ms")
-    axes["time"].set(title="time of a step (medians)", ylabel="ms")
-
-    peer = runs[1]
-    for run, color, style in zip(runs, (BLUE, ORANGE, GREEN, PURPLE), ("-", "--", ":", "-."), strict=False):
-        steps = range(1, len(run.losses) + 1)
-        axes["loss"].plot(steps, run.losses, style, color=color, label=f"{run.name}, training")
-        axes["loss"].plot(*zip(*run.validation, strict=True), "o", color=color, fillstyle="none", label="validation")
-        if run is not peer:
-            differences = [abs(a - b) / b for a, b in zip(run.losses, peer.losses, strict=True)]
-            axes["difference"].plot(steps, [max(d, LEAST) for d in differences], ".", color=color, label=run.name)
-    axes["loss"].set(title="loss", ylabel="nats per byte")
-    axes["loss"].legend(ncols=2, frameon=False)
-    axes["difference"].axhline(1e-5, color=RED, linewidth=1)
-    axes["difference"].set(yscale="log", ylim=(LEAST / 2, 1e-4), xlabel="step", ylabel=f"relative to {peer.name}")
-    axes["difference"].text(1, 1.2e-5, "allowed: 1e-5", color=RED, va="bottom")
-    axes["difference"].legend(ncols=2, frameon=False, loc="upper right")
+    parts = [memory(record, sizes.parameters) for record in records]
+    stack(axes["memory"], records, parts, [BLUE, ORANGE, GREEN, RED, GREY], "{:.1f}".format)
+    axes["memory"].set(title=f"memory of a rank at its peak, {ranks} ranks", ylabel="bytes a parameter")
+    times = [phases(record) for record in records]
+    stack(axes["time"], records, times, [GREY, RED, ORANGE, GREEN], lambda ms: f"{1e3 * tokens / ms:,.0f}")
+    axes["time"].set(title="time of a step (medians), with tokens/s above", ylabel="ms")
+    draw_losses(axes["loss"], axes["difference"], records)
     figure.supxlabel(NOTE, fontsize="small", color="#555555")
-    figure.savefig(path, dpi=110)
-    return figure
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / DEMO, dpi=110)
+    points = {record.name: sum(part.values()) for record, part in zip(records, parts, strict=True)}
+    (folder / POINTS).write_text(json.dumps({"sizes": vars(sizes), "ranks": ranks, "bytes_per_parameter": points}))
+    draw_by_ranks([folder])
+
+
+def draw_by_ranks(folders: list[Path]) -> None:
+    """The formula's lines for 1 to 512 ranks, and the measured points of all folders."""
+    import matplotlib.pyplot as plt
+
+    found = [json.loads((folder / POINTS).read_text()) for folder in folders]
+    sizes = Sizes(**found[0]["sizes"])
+    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    counts = [2**power for power in range(10)]
+    for system, label in LABELS.items():
+        totals = [sum(bytes_per_parameter(system, ranks, sizes).values()) for ranks in counts]
+        style = (0, (4, 3)) if system == "bw.shard" else "-"  # FSDP2's line lies below
+        axes.plot(
+            counts, totals, color=COLORS[system], linestyle=style, linewidth=2, label=f"{label}: {totals[-1]:.1f}"
+        )
+        measured = [(one["ranks"], one["bytes_per_parameter"].get(system)) for one in found]
+        axes.plot(*zip(*measured, strict=True), "o", color=COLORS[system], markeredgecolor="black", zorder=3)
+    axes.plot([], [], "o", color="white", markeredgecolor="black", label="measured (with activations, gloo and malloc)")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(ylim=(0, 25), xlabel="ranks", ylabel="bytes a parameter on each rank")
+    axes.set_title(
+        f"fp32 AdamW, {sizes.parameters / 1e6:.0f} M parameters: formula (lines) and measured peaks (points)"
+    )
+    axes.legend(title="system: bytes a parameter on 512 ranks", frameon=False, loc="upper right", ncols=2)
+    axes.grid(alpha=0.3)
+    figure.savefig(folders[0] / BY_RANKS, dpi=110)
+
+
+if __name__ == "__main__":
+    draw_by_ranks([Path(folder) for folder in sys.argv[1:]])

@@ -23,6 +23,7 @@ if TYPE_CHECKING or not _is_program:
     from bucketwheel.errors import (
         BudgetTooSmall,
         BuildError,
+        CaptureError,
         CheckpointError,
         ClosedError,
         CommError,
@@ -67,6 +68,7 @@ __all__ = [
     "BudgetTooSmall",
     "AllGatherRequest",
     "BuildError",
+    "CaptureError",
     "CheckpointError",
     "ClosedError",
     "CommError",

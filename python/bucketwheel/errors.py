@@ -31,6 +31,7 @@ __all__ = [
     "ReleasedTwice",
     "SeveralParamGroups",
     "ShardedGradError",
+    "ShardedParamError",
     "SizeExceedsPlan",
     "UnknownKey",
     "UseAfterRelease",

@@ -229,7 +229,7 @@ def test_who_leaves_while_others_wait_is_not_called_dead(tmp_path: Path, how: st
     env = {"BW_TRACE_DIR": str(tmp_path)}
     text = run_ranks(leaves, 2, tmp_path, how, env=env, expect_dead=[1], timeout_s=60)[0]
     assert "has not called bw.checkpoint.save" in text and "call it on all ranks" in text
-    assert "died" not in text and ("has gone; needed for bw.checkpoint.save" in text) == (how != "after")
+    assert "died" not in text and ("has ended; needed for bw.checkpoint.save" in text) == (how != "after")
     (verdict,) = flight.judge(flight.read(tmp_path)[0])
     assert (verdict.culprits, verdict.why) == ([1], "had not called bw.checkpoint.save")
 

@@ -88,7 +88,7 @@ TEST(links_refuse_files_that_could_fault) {
   };
   expect_refused("is not sealed against truncation", {Kind::kSlab, 0, 4096}, unsealed.get());
   expect_refused("has 4096 bytes, but the peer announced 4097", {Kind::kSlab, 0, 4097}, file.get());
-  expect_refused("it announced 4096", {Kind::kSlab, 0, 4096}, -1);
+  expect_refused("the peer announced 4096", {Kind::kSlab, 0, 4096}, -1);
 }
 
 // What was mapped keeps its size whatever its owner tries.

@@ -65,7 +65,7 @@ def test_a_list(tree: TinyTree) -> None:
         **dict.fromkeys((build, IDLE), "build folder"),
     }
     (unknown,) = found["unknown"]
-    assert "CUDA module: NVCC='no-such-nvcc' names no program" in unknown and found["folder"] == str(tree.cache)
+    assert "CUDA module: NVCC='no-such-nvcc' is not a program" in unknown and found["folder"] == str(tree.cache)
     (old,) = (item for item in found["items"] if Path(item["path"]).name == OLD)
     assert 2**20 < old["size_bytes"] < 2**20 + 16_384 and old["written_at"] > 1.6e9
     text = run(tree, "cache")
@@ -121,7 +121,7 @@ def test_a_folder_behind_a_link(tree: TinyTree) -> None:
 
 def test_a_cache_that_is_not_ours(tree: TinyTree) -> None:
     tree.cache.chmod(0o777)
-    assert "others may write to it" in run(tree, "cache", "clear", "--all", status=1)
+    assert "other users can write to it" in run(tree, "cache", "clear", "--all", status=1)
     tree.cache.chmod(0o700)
     need_root()
     before = left(tree)
@@ -131,5 +131,5 @@ def test_a_cache_that_is_not_ours(tree: TinyTree) -> None:
     os.chown(tree.cache, 12345, 12345)
     assert "used here" in run(tree, "cache")
     said = run(tree, "cache", "clear", "--all", status=1)
-    assert "belongs to user 12345, who alone may remove modules" in said and "BW_CACHE_DIR=..." in said
+    assert "only user 12345 may remove modules" in said and "BW_CACHE_DIR=..." in said
     assert left(tree) == before

@@ -96,7 +96,9 @@ def test_what_only_gpus_need_reads_as_no_fault_where_there_are_none(monkeypatch:
     monkeypatch.setenv("BW_NCCL_LIB", "/x")
     assert examined(monkeypatch, [], _nccl=none)[2] == "NCCL: none was found"
     monkeypatch.setenv("BW_TYPO", "1")
-    assert "BW_TYPO is set, but bucketwheel has no such variable" in examined(monkeypatch, [], _cache=BuildError("no"))[2]
+    assert (
+        "BW_TYPO is set, but bucketwheel has no such variable" in examined(monkeypatch, [], _cache=BuildError("no"))[2]
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees none" in examined(monkeypatch, H200)[2]
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -82,9 +82,9 @@ def make_optimizer() -> None:
 BY_PYTHON: dict[str, tuple[str, str, Callable[[], object]]] = {
     "BW_AOT": ("gpu", "'cpu' can be compiled, or 'cuda'", read_aot),
     "BW_BUILD_TIMEOUT": ("nan", "a number of seconds above 0", env.build_timeout_s),
-    "BW_CACHE_DIR": (__file__, "it is no folder", cache.cache_dir),
+    "BW_CACHE_DIR": (__file__, "it is not a folder", cache.cache_dir),
     "BW_COMM_CHECK": ("true", "expected 0 or 1", lambda: env.flag("BW_COMM_CHECK")),
-    "BW_CUDA_ARCH_LIST": ("Hopper", "write BW_CUDA_ARCH_LIST='9.0'", lambda: toolchain.choose_archs([])),
+    "BW_CUDA_ARCH_LIST": ("Hopper", "set BW_CUDA_ARCH_LIST='9.0'", lambda: toolchain.choose_archs([])),
     "BW_DEBUG": ("on", "expected 0 or 1", make_optimizer),
     "BW_JIT": ("no", "expected 0 or 1", lambda: modules.locate(CPU)),
     "BW_NATIVE_DIR": ("/nowhere", "has no _cpu.", lambda: modules.locate(CPU)),

@@ -40,8 +40,12 @@ def test_all_have_one_root() -> None:
 def test_other_optimizers_are_named_with_what_to_use() -> None:
     """issue 44"""
     by_hand = "bw.reduce_scatter and bw.all_gather, as in examples/zero1_by_hand.py$"
-    wanted = {name: f": bw has Adam and AdamW .*; use torch.optim.SGD with .* {by_hand}" for name in ("SGD", "ShardedSGD")}
-    wanted |= {name: f": bw has Adam and AdamW .*; use {name} with .* {by_hand}" for name in ("Lion", "LAMB", "AdamW8bit")}
+    wanted = {
+        name: f": bw has Adam and AdamW .*; use torch.optim.SGD with .* {by_hand}" for name in ("SGD", "ShardedSGD")
+    }
+    wanted |= {
+        name: f": bw has Adam and AdamW .*; use {name} with .* {by_hand}" for name in ("Lion", "LAMB", "AdamW8bit")
+    }
     wanted |= {name: ": use bw.ShardedAdamW.*" for name in ("AdamW", "Adam", "ShardedAdam", "ShardedAdamw")}
     wanted |= {name: "$" for name in ("nothing", "Sharded", "__path_hooks__", "missing_name")}
     for name, says in wanted.items():

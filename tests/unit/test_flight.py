@@ -37,7 +37,7 @@ ALONE = (
     "timeout in bw.checkpoint.save (collect() of round 7). Not arrived: rank 1 (pid 101, is in close, has not called "
     "bw.checkpoint.save, last seen in operation 1), rank 2 (is in bw.checkpoint.save, last posted 6): call it on all ranks"
 )
-LEFT = ALONE.replace("timeout in", "rank 1 (pid 101) has gone; needed for")
+LEFT = ALONE.replace("timeout in", "rank 1 (pid 101) has ended; needed for")
 ODD = "rank 3 failed first: odd"
 CALLS = (
     "ranks called different operations:\n  rank 0: all_gather of 1 tensor, 8 bytes: float32[2]\n"
@@ -63,11 +63,11 @@ CASES: dict[str, tuple[list[dict], list[int], int, str]] = {
     "no rank saw them die": ([ring(1, 4, "timeout", ("running", GATHER))], [0, 2, 3], 1, "died or left"),
     "another size": (
         [ring(rank, 4, ODD, G, ("failed", (*REDUCE[:2], 4100)) if rank == 2 else FAILED) for rank in range(4)],
-        *([2], 2, "called something else than most"),
+        *([2], 2, "called another operation than most ranks"),
     ),
     "another dtype, which the reason alone has": (
         [ring(rank, 4, UNAWARE + CALLS if rank == 2 else CALLS, G) for rank in range(4)],
-        *([1], 2, "called something else than most"),
+        *([1], 2, "called another operation than most ranks"),
     ),
     # Rank 1 had not begun the operation either.
     "an abort": (

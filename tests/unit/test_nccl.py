@@ -206,7 +206,7 @@ def test_an_old_library_is_refused() -> None:
     error = error_of(BW_NCCL_LIB=path, FAKE_NCCL_VERSION="22609")
     assert error.startswith(
         f"bucketwheel.errors.DeviceError: NCCL: {path} (BW_NCCL_LIB) cannot be used: it is version 2.26.9, "
-        "and 2.27.0 is the oldest that works; "
+        "expected 2.27.0 or newer; "
     )
 
 

@@ -40,7 +40,9 @@ def test_a_plan_says_what_it_takes_and_why() -> None:
 
 def test_a_budget_that_is_too_small_names_the_peak() -> None:
     assert plan_of(max_bytes=13824).total_bytes == 13824
-    with pytest.raises(BudgetTooSmall, match=r"needs 13,824 bytes, but max_bytes is 13,823; at step 1 .* 'w/1' \(9,000"):
+    with pytest.raises(
+        BudgetTooSmall, match=r"needs 13,824 bytes, but max_bytes is 13,823; at step 1 .* 'w/1' \(9,000"
+    ):
         plan_of(max_bytes=13823)
 
 

@@ -132,7 +132,10 @@ def test_a_snapshot(run: Run, tmp_path: Path) -> None:
 BAD = {
     "no file": (["missing.csv"], "missing.csv"),
     "no trace": (["empty"], "empty, record 1: no column key"),
-    "torch.save": (["saved.pt"], "saved.pt: this is a file of torch.save, or a zip file: torch.cuda.memory._dump_snap"),
+    "torch.save": (
+        ["saved.pt"],
+        "saved.pt: this is a file of torch.save, or a zip file: expected a file of torch.cuda.memory._dump_snap",
+    ),
     "a pickle": (["pickle"], "pickle: not the pickle of a memory snapshot"),
     "policy": (["units.csv", "--policy", "nix"], "policy 'nix': unknown; there are place, double_buffer, "),
     "refused": (["units.csv", "--policy", "double_buffer"], "policy 'double_buffer': cannot hold these sizes"),

@@ -80,7 +80,7 @@ def test_all_ranks_have_one_outcome_of_a_round(late, kind, tmp_path):
     assert here[0] == here[1]
     for mine, theirs in zip(outcomes[late], here[0], strict=True):
         assert mine == theirs if theirs == "[0, 1, 2]" else f"gave up after 0.3 s, before rank {late}" in mine
-    assert any(f"within 0.3 s: ranks [{late}] have not come" in one for one in here[0])
+    assert any(f"within 0.3 s: ranks [{late}] have not arrived" in one for one in here[0])
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -202,7 +202,7 @@ def test_a_rank_that_has_missed_calls_is_told_of_each_and_then_meets_the_others(
 
     for rank, said in enumerate(run_threads(body, 3, timeout_s=60)):
         assert said[-2:] == ["met [0, 1, 2]"] * 2 and len(said) == 4
-        missing = "gave up after 0.3 s, before rank 1 arrived" if rank == 1 else "ranks [1] have not come"
+        missing = "gave up after 0.3 s, before rank 1 arrived" if rank == 1 else "ranks [1] have not arrived"
         assert all(missing in one for one in said[:-2]), said
 
 
@@ -210,7 +210,7 @@ def test_a_round_that_has_failed_is_the_last(monkeypatch):
     """On all ranks: nobody waits in a later one again."""
     monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, store_s=1.0))
     rendezvous = Rendezvous(dist.HashStore(), 0, 2, 1.0)
-    comes_not = pytest.raises(CommTimeout, match=r"ranks \[1\] have not come")
+    comes_not = pytest.raises(CommTimeout, match=r"ranks \[1\] have not arrived")
     with comes_not:
         rendezvous.exchange(0)
     begin = time.monotonic()

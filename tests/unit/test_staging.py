@@ -76,7 +76,7 @@ def test_a_write_by_others_fails_the_save_and_not_the_step(is_staged: bool) -> N
     tensors[0].add_(1)
     if is_staged:
         staging.before_write(None)
-    with pytest.raises(CheckpointError, match="tensor 0 was written to"):
+    with pytest.raises(CheckpointError, match="tensor 0 was modified"):
         list(first)
 
 

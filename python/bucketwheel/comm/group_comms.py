@@ -32,7 +32,7 @@ def _communicator_for(
             )
         if process_group.device != device_index(device):
             raise ValueError(
-                f"the parameters are on {device}, but communicator {process_group.name!r} is on "
+                f"the parameters are on {device}, but communicator {process_group.name!r} is for "
                 f"{torch_device(process_group.device)}; make the communicator with device={str(device)!r}"
             )
         return process_group

@@ -44,7 +44,7 @@ def cache_dir() -> Path:
     """The folder of built modules. It need not exist. Raises `BuildError` if it is no folder or not trusted."""
     folder = _choose_folder()
     if folder.exists() and not folder.is_dir():
-        raise unwritable(folder, "it is no folder")
+        raise unwritable(folder, "it is not a folder")
     expect_trusted(folder)
     return folder
 
@@ -67,7 +67,7 @@ def _choose_folder() -> Path:
 
 
 def unwritable(folder: Path, why: object) -> BuildError:
-    remedies = ["name a writable one: BW_CACHE_DIR=..."]
+    remedies = ["choose a writable folder: BW_CACHE_DIR=..."]
     return explain(f"the cache folder {folder} cannot be used: {why}", remedies=remedies)
 
 
@@ -92,19 +92,19 @@ def expect_trusted(path: Path, module: Module = CPU) -> None:
     except OSError:
         return
     if path.is_symlink() and path.parent == Path(tempfile.gettempdir()):
-        why = "it is a link, which whoever made it can turn"
+        why = "it is a symbolic link, whose owner can redirect it"
     elif status.st_uid not in {0, os.geteuid(), os.stat(__file__).st_uid}:
         why = f"it belongs to another user, {status.st_uid}"
     elif status.st_mode & _WRITABLE_BY_OTHERS:
-        why = f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+        why = f"other users can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
     else:
         return
     remedies = [
-        "look at what is in it; if it is yours, close it to others: `chmod -R go-w FOLDER`, or remove it",
-        "name a folder of your own: BW_CACHE_DIR=...",
-        "to share modules, let root or whoever installed bucketwheel own them, and the others only read",
+        "check its files; if they are yours, `chmod -R go-w FOLDER`, or remove the folder",
+        "choose a folder of your own: BW_CACHE_DIR=...",
+        "to share modules, let root or the user who installed bucketwheel own them, and others only read",
     ]
-    what = f"{path} is not used, because {why}: whoever writes there could run code in this process"
+    what = f"{path} is not used, because {why}: another user could run code in this process"
     raise explain(what, module=module, remedies=remedies)
 
 
@@ -118,9 +118,9 @@ def take(folder: Path, module: Module) -> Iterator[tuple[bool, int]]:
         while not _is_locked_by(lock):
             builder = builder_of(folder)
             if time.monotonic() - start >= limit_s:
-                gone = ", which has ended: what it has started holds the lock" if _has_ended(builder) else ""
+                gone = ", which has ended, but a process that it started holds the lock" if _has_ended(builder) else ""
                 what = f"waited {limit_s:.0f} s (BW_BUILD_TIMEOUT) for another build: {builder}{gone}"
-                remedy = f"look at that process and its ninja; remove {folder}.lock when none runs"
+                remedy = f"check that process and its ninja; if neither runs, remove {folder}.lock"
                 raise explain(what, module=module, remedies=[remedy, "set another BW_CACHE_DIR"])
             progress.show(builder)
             time.sleep(_LOOK_S)

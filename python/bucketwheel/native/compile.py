@@ -33,9 +33,7 @@ _GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # What ninja says of each run and ptxas of each kernel, whatever went wrong.
 _CHATTER = re.compile(r"ninja: build stopped|\[\d+/\d+\] |ptxas info|\s+\d+ bytes stack frame, ")
 _REMEDY = "a compiler with C++20 is needed (g++ >= 11, clang++ >= 14): choose one with CXX=..."
-_CUDA_REMEDY = (
-    "nvcc must know the architectures and the C++ compiler: choose by BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=..."
-)
+_CUDA_REMEDY = "nvcc must support the architectures and the C++ compiler: set BW_CUDA_ARCH_LIST=9.0, NVCC=..., CXX=..."
 _NINJA_REMEDY = "pip install ninja, into an environment on a file system that is not mounted noexec"
 _RULES = """builddir = ..
 rule compile

@@ -72,8 +72,8 @@ def _load(module: Module) -> ModuleType:
         except ImportError as error:
             remedy = f"remove {path.parent}"
             if env.text("BW_NATIVE_DIR"):
-                remedy = "unset BW_NATIVE_DIR, or name a folder for this Python"
-            raise explain(f"{path} does not load: {error}", module=module, remedies=[remedy]) from error
+                remedy = "unset BW_NATIVE_DIR, or set it to a folder for this Python"
+            raise explain(f"{path} cannot be loaded: {error}", module=module, remedies=[remedy]) from error
         sys.modules[name] = loaded
         setattr(sys.modules["bucketwheel"], module.name, loaded)
         return loaded
@@ -143,14 +143,14 @@ def locate(module: Module) -> Path:
         if may_build or env.text("BW_NATIVE_DIR"):
             raise
         why = str(error)
-        remedy = "have here what the cache was filled with: an entry is found by its compiler, Python and pybind11"
+        remedy = "use the compiler, Python and pybind11 that filled the cache: they are part of the name of an entry"
     else:
         if found.path is not None:
             return found.path
         if may_build and found.recipe and found.toolchain and found.entry:
             return _build_once(found.recipe, found.toolchain, found.entry.parent)
-        why, remedy = f"the cache has no {found.entry}", "unset BW_JIT to have it built"
-    what = f"BW_JIT=0 forbids building it, and it is not there: {why}"
+        why, remedy = f"the cache has no {found.entry}", "unset BW_JIT to build it"
+    what = f"BW_JIT=0 forbids building it, and no built module was found: {why}"
     raise explain(what, module=module, remedies=[remedy])
 
 
@@ -221,9 +221,9 @@ def try_import(module: Module, path: Path, log: Path | None = None) -> None:
         outcome, lines = "did not end within 60 s", []
     except OSError as error:  # for one, sys.executable is empty where Python is embedded
         outcome, lines = f"could not be started: {error}", []
-        remedy = f"have it built by an ordinary Python: python -m bucketwheel doctor --build {module.kind}"
+        remedy = f"build it with an ordinary Python: python -m bucketwheel doctor --build {module.kind}"
     raise explain(
-        f"it was compiled, but the process that imported it {outcome}",
+        f"the module was compiled, but the process that imported it {outcome}",
         module=module,
         command=f"{sys.executable} -c 'import ...' {path.name}",
         lines=lines,

@@ -34,10 +34,10 @@ _HEAD_BYTES = 4 << 20  # all of a script and of g++; of a larger program the pag
 _CALLED_BY = re.compile(r"\A\S+ (?=\()|^InstalledDir: .*\n?", re.MULTILINE)
 # What an error says where a folder is the reason, for which no compiler would do better, and what to do then.
 _OF_FOLDERS = {
-    "No space left on device|Disk quota exceeded": "make room, or name folders that have it: BW_CACHE_DIR=... for what "
-    "is built, TMPDIR=... for the compiler's own files",
-    "failed to map segment": "name a folder on a file system that is not mounted noexec: BW_NATIVE_DIR=... if that "
-    "is set, else BW_CACHE_DIR=...; TMPDIR=... where that has the cache, and at install",
+    "No space left on device|Disk quota exceeded": "free disk space, or set folders on another disk: BW_CACHE_DIR=... "
+    "for the build, TMPDIR=... for the compiler's temporary files",
+    "failed to map segment": "set a folder on a file system that is not mounted noexec: BW_NATIVE_DIR=... if you use "
+    "it, else BW_CACHE_DIR=...; TMPDIR=... if that has the cache, and at install",
 }
 
 
@@ -66,13 +66,13 @@ class Module:
         return f"{self.name}.json"
 
 
-_ELSEWHERE = "use one built elsewhere: BW_NATIVE_DIR=<folder with {}>, or `BW_AOT={} pip install .`"
+_ELSEWHERE = "use a module built elsewhere: BW_NATIVE_DIR=<folder with {}>, or `BW_AOT={} pip install .`"
 CPU = Module("cpu", "native module", "sources.txt", (_ELSEWHERE.format("_cpu*.so", "cpu"),), "1 to 3 minutes")
 CUDA = Module(
     "cuda",
     "CUDA module",
     "sources_cuda.txt",
-    (_ELSEWHERE.format("_cpu*.so and _cuda*.so", "cuda"), "keep the tensors on the CPU, which does not need it"),
+    (_ELSEWHERE.format("_cpu*.so and _cuda*.so", "cuda"), "keep the tensors on the CPU, which needs no such module"),
 )
 
 
@@ -222,7 +222,7 @@ def _named(variable: str, module: Module, remedies: Sequence[str]) -> tuple[str,
     """The command that an environment variable holds; empty if it is not set."""
     words = tuple(shlex.split(text := os.environ.get(variable, "").strip()))
     if words and shutil.which(words[0]) is None:
-        raise explain(f"{variable}={text!r} names no program", module=module, remedies=remedies)
+        raise explain(f"{variable}={text!r} is not a program", module=module, remedies=remedies)
     return words
 
 
@@ -232,7 +232,7 @@ def version_of(program: Sequence[str], module: Module) -> str:
     try:
         return _answer(argv, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        what, remedies = f"{program[0]} does not answer: {error}", [f"name a working one: {remedy}"]
+        what, remedies = f"{program[0]} cannot be run: {error}", [f"choose a working one: {remedy}"]
         raise explain(what, module=module, command=shlex.join(argv), remedies=remedies) from error
 
 
@@ -294,7 +294,7 @@ def find_cuda_toolchain() -> Toolchain:
 
 def find_nvcc() -> tuple[str, ...]:
     """$NVCC, $CUDA_HOME/bin/nvcc, nvcc on PATH, /usr/local/cuda/bin/nvcc; or a `BuildError`."""
-    remedies = ["install the CUDA toolkit, or name it: CUDA_HOME=/usr/local/cuda, NVCC=/path/to/nvcc"]
+    remedies = ["install the CUDA toolkit, or set its path: CUDA_HOME=/usr/local/cuda, NVCC=/path/to/nvcc"]
     if words := _named("NVCC", CUDA, remedies):
         return words
     if home := os.environ.get("CUDA_HOME", "").strip():
@@ -342,8 +342,8 @@ def parse_archs(text: str, origin: str) -> ArchList:
     for word in re.split(r"[;,\s]+", text.strip()):
         match = _ARCH.fullmatch(word)
         if match is None:
-            what = f"{origin}={text!r}: {word!r} is no architecture"
-            raise explain(what, module=CUDA, remedies=["write BW_CUDA_ARCH_LIST='9.0', or '8.0;9.0+PTX'"])
+            what = f"{origin}={text!r}: {word!r} is not an architecture"
+            raise explain(what, module=CUDA, remedies=["set BW_CUDA_ARCH_LIST='9.0', or '8.0;9.0+PTX'"])
         found.add((int(match[1]), int(match[2]), match[3].lower()))
         has_ptx = has_ptx or match[4] is not None
     return ArchList(tuple(sorted(found)), has_ptx, origin)

@@ -1,7 +1,7 @@
 """POLICIES: other ways to place buffers, to compare with `place`.
 
-Each policy is a function with the arguments of `place`, except ``effort``. It returns None if its rule cannot be applied: ``keys``
-are not given, or two keys that are live at once would share a buffer.
+Each policy is a function with the arguments of `place`, except ``effort``. It returns None if its rule cannot be applied:
+``keys`` are not given, or two keys that are live at once would share a buffer.
 
 | policy | rule |
 |---|---|
@@ -133,8 +133,7 @@ def _placed(
     request = _Request(in_canonical_order(sizes, intervals, align), keys)
     if (offsets := rule(request) if sizes else {}) is None:
         return None
-    in_order = {key: offsets[key] for key in request.asked}
-    return placement_at(in_order, request.asked, request.best_fit)
+    return placement_at({key: offsets[key] for key in request.asked}, request.asked, request.best_fit)
 
 
 _RULES = (_double_buffer, _fixed_pool, _max_pool, _slot_coloring, _best_fit)

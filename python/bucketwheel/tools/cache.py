@@ -103,7 +103,7 @@ def _measured(path: Path) -> tuple[int, float]:
 def clear(folder: Path, items: Sequence[Item], *, everything: bool) -> str:
     """Remove items; returns what was removed and what stays. Raises `BuildError` if the folder is another user's."""
     if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
-        raise cache.unwritable(folder, f"it belongs to user {owner}, who alone may remove modules")
+        raise cache.unwritable(folder, f"only user {owner} may remove modules, as its owner")
     unwanted = [item for item in items if everything or item.state in ("build folder", "not used here")]
     removed, locked = [], []
     with tempfile.TemporaryDirectory(prefix="new-", dir=folder) if unwanted else nullcontext("") as trash:

@@ -82,7 +82,7 @@ def examine(build: Sequence[str] = ()) -> tuple[dict[str, str], list[str], list[
     if gpus and torch.version.cuda is None:
         concerns.append(f"there are GPUs, but torch {torch.__version__} is built without CUDA")
     elif gpus and not torch.cuda.is_available():
-        why = "is the driver too old for it? is CUDA_VISIBLE_DEVICES set?"
+        why = "the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides them"
         concerns.append(f"there are GPUs, but torch sees none: {why}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -155,10 +155,10 @@ def _cache() -> str:
     folder = cache.cache_dir()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise BuildError(f"the cache folder {folder} cannot be written: name another with BW_CACHE_DIR")
+        raise BuildError(f"the cache folder {folder} cannot be written: set BW_CACHE_DIR to another")
     if cache.is_network(folder):
         what = f"the cache folder {folder} is on a network file system"
-        warnings.warn(f"{what}: BW_CACHE_DIR names a local one", stacklevel=1)
+        warnings.warn(f"{what}: set BW_CACHE_DIR to a local one", stacklevel=1)
     return str(folder)
 
 

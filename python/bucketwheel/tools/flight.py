@@ -144,7 +144,7 @@ def _judge_one(rings: Mapping[int, Ring], unread: Collection[int]) -> Verdict:
     progress = {rank: ring.progress(stopped_at) for rank, ring in rings.items()}
     # Best evidence first: a death explains why ranks came late, not the other way round.
     evidence = {
-        "called something else than most": [
+        "called another operation than most ranks": [
             rank for ranks in mismatch.values() if len(ranks) != most for rank in ranks
         ],
         **{f"had not called {call}": [int(rank) for rank, of in waited if of == call] for _, call in waited},

@@ -132,7 +132,7 @@ def test_an_interrupted_making_leaves_no_sockets():
         (_, left), *others = pool.run(interrupted_at_the_store, timeout_s=60)
     assert left == ""
     for error, left_there in others:
-        assert error.startswith("the communicator was not made within 3 s: ranks [0] have not come; ")
+        assert error.startswith("the communicator was not made within 3 s: ranks [0] have not arrived; ")
         assert left_there == ""
 
 

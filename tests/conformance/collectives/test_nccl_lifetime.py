@@ -174,12 +174,12 @@ def captured(rank: int, size: int) -> None:
         full, shard = torch.zeros(size * 4), torch.full((4,), float(rank))
         before = all_gather(full, shard, comm)
         with simulated_cuda.Graph(library) as graph:
-            with pytest.raises(CaptureError, match="before the CUDA graph was captured"):
+            with pytest.raises(CaptureError, match="issued before its capture"):
                 all_gather(full, shard, comm, after=[before])
             handle = all_gather(full, shard, comm)
             handle.wait()
             total = full + 1
-        with pytest.raises(CaptureError, match="belongs to a CUDA graph"):
+        with pytest.raises(CaptureError, match="is part of a CUDA graph"):
             all_gather(full, shard, comm, after=[handle])
         for call in (handle.query, handle.synchronize, lambda: handle.synchronize(1.0)):
             with pytest.raises(CaptureError):

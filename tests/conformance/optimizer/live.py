@@ -182,7 +182,7 @@ def moments_of_rows_are_reset(run: Run) -> None:
     run.params[2] = group[2] = new
     run.opt.state[new] = run.opt.state.pop(old)
     if run.is_ours:
-        with pytest.raises(ValueError, match="rows of a parameter that the next step"):
+        with pytest.raises(ValueError, match="rows= of a parameter that the next step"):
             run.opt.reset_state([new], [0])
         run.opt.reset_state(iter([p, new]))
     else:

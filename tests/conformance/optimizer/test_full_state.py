@@ -272,7 +272,7 @@ def exchanged(value: Any) -> Callable[[Any], Any]:
         (after(lambda saved: [group.update(amsgrad=True) for group in saved["param_groups"]]), "amsgrad=True"),
         (after(lambda saved: saved["param_groups"].pop()), "different number of parameter groups"),
         (lambda saved: {}, "has no 'state'"),
-        (lambda saved: {"param_groups.x.lr": 0.1}, "It is flattened: get it without flatten_optimizer_state_dict"),
+        (lambda saved: {"param_groups.x.lr": 0.1}, "It is flattened: make it without flatten_optimizer_state_dict"),
         (lambda saved: None, "rank 1 must pass the dict"),
         (lambda saved: [saved], "takes a dict, a path or None, got list"),
         (lambda saved: "/nowhere/full.pt", "No such file"),
@@ -308,7 +308,7 @@ def test_all_ranks_refuse_what_cannot_be_saved(call: str, tmp_path: Path) -> Non
             "a path for all": ({"dst": None, "path": tmp_path / "x"}, "path= needs dst="),
             "no chunk": ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
             "no folder": ({"path": tmp_path / "none" / "x"}, "none|parent"),
-            "other model": ({"model": torch.nn.Linear(1, 1)}, "none of the model's"),
+            "other model": ({"model": torch.nn.Linear(1, 1)}, "is not in the model"),
         }[call]
         with pytest.raises((ValueError, OSError, RuntimeError), match=re.compile(expected, re.DOTALL)):
             opt.full_state_dict(**given)

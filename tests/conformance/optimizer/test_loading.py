@@ -263,7 +263,7 @@ def more_names(model: Model) -> None:
         (
             more_state,
             {},
-            r"checkpoint lacks 'model\.inner\.bias', 'model\.inner\._extra_state', the model lacks nothing",
+            r"checkpoint lacks .*'model\.inner\.bias', 'model\.inner\._extra_state', the model lacks nothing",
         ),
         (None, {"amsgrad": True}, "amsgrad=False"),
     ],
@@ -315,7 +315,7 @@ def test_a_damaged_file_changes_nothing_on_any_rank(item: str, before: str, tmp_
 
 def test_no_checkpoint_and_gradients_that_are_pending(tmp_path: Path) -> None:
     job = jobs.of(None)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         checkpoint.load(tmp_path, job.model, job.opt)
     checkpoint.save(tmp_path, job.model)
     with pytest.raises(ValueError, match="holds no optimizer: expected .* found 'model' at the top"):

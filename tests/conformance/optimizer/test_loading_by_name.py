@@ -137,7 +137,7 @@ def test_other_names_are_refused(world: int | None, route: str, tmp_path: Path) 
         job.opt.close()
         job = Named(comm, "fp32")
         job.opt.param_groups[1]["param_names"][2] = "renamed"
-        with pytest.raises(ValueError, match="parameter group 1 .*'renamed' is only in ours"):
+        with pytest.raises(ValueError, match="parameter group 1 .*'renamed' is only in this group"):
             give(job, copy.deepcopy(saved))
         assert not any(state["exp_avg"].any() for state in job.by_name()[0].values())
         for group in job.opt.param_groups:

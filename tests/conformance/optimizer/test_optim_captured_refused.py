@@ -48,7 +48,7 @@ def refused(one: Trainer, captures: bool) -> list[Tensor]:
     opt = one.opt
     expect = partial(expect_refused, one) if captures else lambda message, body: None
     one.feed()
-    expect("run a whole step before it", lambda: one.iteration("clip"))
+    expect("run a whole step before the capture", lambda: one.iteration("clip"))
     opt.zero_grad()
     one.play("eager:clip eager:clip", captures=captures)
 

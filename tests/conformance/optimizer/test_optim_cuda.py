@@ -224,7 +224,7 @@ def test_a_factor_is_reset_beside_others_that_stay() -> None:
 def test_the_devices_of_parameters_and_communicator_must_agree() -> None:
     def body(rank: int, comm: Communicator) -> None:
         model = model_of()
-        with posing(), pytest.raises(ValueError, match="the communicator 'local' is for cpu"):
+        with posing(), pytest.raises(ValueError, match="communicator 'local' is for cpu"):
             bw.ShardedAdamW(model.parameters(), process_group=comm)
 
     in_world(1, False, body)

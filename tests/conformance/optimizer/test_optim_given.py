@@ -107,7 +107,7 @@ def layers(seed: int, order: tuple[int, ...] = (0, 1, 2), dtype: torch.dtype = t
 @pytest.mark.parametrize("world", [2, 3])
 def test_unnamed_parameters_in_another_order_are_refused_on_all_ranks(world: int, dtype: torch.dtype) -> None:
     """Issue 30: rank 0's values went into other layers of the last rank. Ranks may have other values."""
-    match = f"rank {world - 1} was given .*rank 0's 'group . parameter 0' as 'group . parameter 1', .*named_parameters"
+    match = f"rank {world - 1} passed .*rank 0's 'group . parameter 0' as 'group . parameter 1', .*named_parameters"
 
     def body(comm: Communicator) -> None:
         assert comm is not None

@@ -46,9 +46,7 @@ def test_the_profiler_shows_steps_and_zero_grad_by_name(world: int | None) -> No
     on_ranks(world, body)
 
 
-PENDING = (
-    "parameter 'w[0-9]' belongs to another optimizer, .* no step has used the gradient of 'w[0-9]'; call"
-)
+PENDING = "parameter 'w[0-9]' belongs to another optimizer, .* no step has used the gradient of 'w[0-9]'; call"
 
 
 @pytest.mark.parametrize(
@@ -85,9 +83,7 @@ def test_a_later_optimizer_takes_parameters_over(world: int | None, parts: tuple
         second = ShardedAdamW(named[parts[1]], 0.01, process_group=given[1], **TINY)
         if not closes:
             for call in (first.step, first.zero_grad, first.state_dict, lambda: first.clip_grad_norm_(1.0)):
-                with pytest.raises(
-                    ClosedError, match="a later optimizer for parameter 'w[0-9]' has replaced this one"
-                ):
+                with pytest.raises(ClosedError, match="a later optimizer for parameter 'w[0-9]' has replaced this one"):
                     call()
             first.close()  # as `with` does
             scheduler.step()
@@ -333,7 +329,7 @@ def test_a_model_that_was_converted_is_refused_and_its_optimizer_can_be_closed(
         model = nn.Linear(3, 2)
         opt = ShardedAdamW(model.named_parameters(), process_group=comm)
         model.to(dtype)
-        with pytest.raises(RuntimeError, match=f"'(weight|bias)' was torch.float32 .* is {dtype} .* make another"):
+        with pytest.raises(RuntimeError, match=f"'(weight|bias)' was torch.float32 .* is {dtype} .* make a new one"):
             model(torch.ones(2, 3, dtype=dtype)).sum().backward()
             opt.step()
         opt.close()

@@ -32,8 +32,11 @@ from tests.support.optim_twins import dyadic, loss_of, make_params, on_ranks, ru
         ({"max_inflight_buckets": 0}, "max_inflight_buckets"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
         ({"master_weights": "bf16"}, "master_weights='bf16': expected 'auto', 'fp32', 'bf16_remainder', 'none'"),
-        ({"master_weights": "bf16_remainder"}, "bfloat16 parameters, the parameters are torch.float32"),
-        ({"state_dtype": torch.float16}, "state_dtype=torch.float16: None or one of torch.float32, torch.bfloat16"),
+        ({"master_weights": "bf16_remainder"}, "bfloat16 parameters, but the parameters are torch.float32"),
+        (
+            {"state_dtype": torch.float16},
+            "state_dtype is torch.float16, expected None or one of torch.float32, torch.bfloat16",
+        ),
         ({"on_external_update": "follow"}, "on_external_update must be 'resync', 'error' or 'ignore', got 'follow'"),
     ],
 )

@@ -194,7 +194,9 @@ def test_a_write_without_a_version_is_found_by_verify_and_sent_on_demand(world: 
             for p in loop.params:
                 p.data.mul_(2)
             loop.steps(1)
-            with pytest.raises(RuntimeError, match="from the shard: 0.param of rank 0's shard at step 2, as rank 0"):
+            with pytest.raises(
+                RuntimeError, match="from the shard: 0.param of rank 0's shard at step 2, in the copy on rank 0"
+            ):
                 snapshots.verify()
             snapshots.rebase()
             assert snapshots.verify() == 2

@@ -53,7 +53,7 @@ def followed(rank: int, world: int) -> None:
         if rank == 0:  # the neighbour keeps another one's values
             kept.layout.mirror.tensors(kept.shard)["0.exp_avg"][0] += 1
         with pytest.raises(
-            RuntimeError, match=rf"0.exp_avg of rank {world - 1}'s shard at step 91, as rank 0 keeps it"
+            RuntimeError, match=rf"0.exp_avg of rank {world - 1}'s shard at step 91, in the copy on rank 0"
         ):
             snapshots.verify()
     loop.opt.close()

@@ -465,7 +465,7 @@ def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
         (Gpt(), {"units": ("blocks.0",)}, "expected classes"),
         (Gpt(), {"units": (Gpt,)}, "the model itself"),
         (Gpt(), {"units": (), "reshard": False}, "no effect"),
-        (Gpt(), {"units": (Block,), "reshard": {"blocks.9": True}}, "no unit"),
+        (Gpt(), {"units": (Block,), "reshard": {"blocks.9": True}}, "not a unit"),
         (Gpt(), {"units": (Block,), "param_dtype": torch.float32}, "no effect"),
         (Gpt(), {"units": (Block,), "prefetch": -1}, "at least 0"),
         (Gpt(), {"units": (Block,), "ignored": [nn.Linear(2, 2)]}, "no effect"),
