@@ -6,6 +6,7 @@ Nothing here imports torch or needs it, so `pip install .` works under build iso
 import atexit
 import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -73,4 +74,17 @@ class NativeDistribution(Distribution):
         return bool(AOT)
 
 
-setup(cmdclass={"build": Build, "build_py": BuildPackage}, distclass=NativeDistribution)
+def long_description() -> str:
+    """README.md for a package index, which has neither its pages nor its picture."""
+    source = "https://github.com/bucketwheel/bucketwheel"
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"!\[([^]]*)\]\((?!http)", rf"![\1]({source}/raw/main/", text)
+    return re.sub(r"(?<!\!)\[([^]]*)\]\((?!http)", rf"[\1]({source}/blob/main/", text)
+
+
+setup(
+    cmdclass={"build": Build, "build_py": BuildPackage},
+    distclass=NativeDistribution,
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+)

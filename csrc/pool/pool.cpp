@@ -183,7 +183,7 @@ std::vector<EventRef> PoolImpl::take(Lease::State& state, bool is_captured) {
         refuse_captured(state.key, state.size_bytes, "the pool would have to grow");
       }
       lock.unlock();
-      grow(state.block_bytes, state.block_bytes > options.min_slab_bytes / 2 ? 0 : options.min_slab_bytes);
+      grow(state.block_bytes, options.min_slab_bytes);
       lock.lock();
       expect_not_busy(state);
     }

@@ -105,7 +105,7 @@ struct PoolTrace {
 
 struct PoolOptions {
   size_t align_bytes = 512;                 // of every lease, a power of two
-  size_t min_slab_bytes = size_t{8} << 20;  // requests of up to half of it share a slab, others have one of their size
+  size_t min_slab_bytes = size_t{8} << 20;  // smaller requests share a slab
   bool poison = false;  // fill bytes with 0xFF (NaN) when they become free to reuse, and keep red zones
 };
 

@@ -3,15 +3,16 @@
 Importing compiles nothing; the native module builds itself at first use.
 """
 
+import importlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketwheel._version import __version__
 
 # The console script and `python -m bucketwheel` import what a command needs, so that usage and --version come without torch.
 # argv[0] is "-m" while Python imports the package of the program.
 _is_program = "bucketwheel_command" in sys.modules or (
-    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
+    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][:1] == [__name__]
 )
 if TYPE_CHECKING or not _is_program:
     from bucketwheel import checkpoint
@@ -58,6 +59,16 @@ if TYPE_CHECKING or not _is_program:
 
     if not TYPE_CHECKING:  # or every name would pass the type checker
         from bucketwheel.optim.other_optimizers import missing_name as __getattr__  # noqa: F401
+else:
+
+    def __getattr__(name: str) -> Any:
+        """The command was imported, and then the package is used as a library: makes all names."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        sys.modules.pop("bucketwheel_command", None)
+        del globals()["__getattr__"]
+        return getattr(importlib.reload(sys.modules[__name__]), name)
+
 
 __all__ = [
     "UnknownKey",

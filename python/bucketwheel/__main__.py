@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes what is left
         return _BROKEN_PIPE
     except ImportError as error:
-        if sys.modules.get("torch"):
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         why = f"torch cannot be imported: {error}\nInstall torch 2.10 or later for {sys.executable}"
         print(f"bucketwheel {called}: {why}", file=sys.stderr)

@@ -20,7 +20,7 @@ import bucketwheel as bw
 from bucketwheel import checkpoint, pool, testing
 from bucketwheel.__main__ import _COMMANDS as COMMANDS
 from bucketwheel.layout.packing import PackItem, pack
-from tests.support.pages import ROOT, run_page, shell_lines, words
+from tests.support.pages import ROOT, python_blocks, run_page, shell_lines, words
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in SITE if page.parent.name != "api"]
@@ -56,6 +56,18 @@ def test_the_site_can_be_read_in_an_evening() -> None:
     assert words(ROOT / "README.md") <= README_WORDS
     terms = re.findall(r"^\| \*\*|^[^\n|].*\n:   ", (ROOT / "docs" / "glossary.md").read_text(), re.M)
     assert 20 < len(terms) <= TERMS
+
+
+def test_what_is_not_run_is_little() -> None:
+    skipped = {page.stem for page in PAGES for _, runs in python_blocks(page) if not runs}
+    assert skipped == {"quickstart", "from_apex", "from_deepspeed", "ordering"}  # GPUs, other systems
+    for example in (ROOT / "examples").glob("*.py"):
+        if not example.stem.startswith(("train_gpt", "memory_formula")):  # the main job
+            assert len(example.read_text().splitlines()) <= 60, example.name
+
+
+def test_the_version_is_one() -> None:
+    assert f"\nversion: {bw.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -172,6 +184,7 @@ def test_links_of_the_entrance_lead_somewhere() -> None:
     for page in ENTRANCE:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+        assert not re.search(r"^[A-Z]{4,}$", page.read_text(), re.M), f"{page.name}: a place to fill in"
     for page in [*ENTRANCE, *PAGES]:
         for path in re.findall(
             r"`((?:examples|benchmarks|tests|csrc|docs|python/bucketwheel)/[\w./-]+\w)`", page.read_text()

@@ -57,6 +57,7 @@ def run_page(rank: int, world: int, page: Path, folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.ExitStack() as undo:
         undo.callback(os.chdir, os.getcwd())
+        undo.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         os.chdir(folder)
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         undo.enter_context(mock.patch.dict(os.environ, ranks))

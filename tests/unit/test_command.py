@@ -57,3 +57,8 @@ def test_programs_of_others_have_every_name(tmp_path: Path) -> None:
     (tmp_path / "bucketwheel_trainer.py").write_text(says)
     for words in (["-m", "trainer", "bucketwheel"], ["-m", "bucketwheel_trainer"], ["-c", says, "bucketwheel"]):
         assert run(tmp_path, *words) == (0, "Pool\n")
+
+
+def test_a_program_that_imports_the_command_has_every_name(tmp_path: Path) -> None:
+    says = "import sys, bucketwheel_command; assert 'torch' not in sys.modules; import bucketwheel as bw; print(bw.Pool.__name__)"
+    assert run(tmp_path, "-c", says) == (0, "Pool\n")

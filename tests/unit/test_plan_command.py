@@ -203,5 +203,5 @@ def test_the_help_has_the_policies(run: Run, capsys: pytest.CaptureFixture[str])
 def test_nothing_to_draw_with(run: Run, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = table.with_suffix(".png")
-    assert "pip install bucketwheel[plot]" in run(table, "--plot", path, status=1)
+    assert "pip install 'bucketwheel[plot]'" in run(table, "--plot", path, status=1)
     assert not path.exists()

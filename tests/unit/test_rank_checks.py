@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bucketwheel.grads.agreement import raise_different_calls
 from bucketwheel.optim.rank_checks import digests_of
 
 
@@ -24,3 +25,19 @@ def test_equal_values_have_equal_digests_and_others_do_not(numel: int, dtype: to
         other = values.clone()
         other[at] = other[at] == 0
         assert digests_of([other]) != digests_of([values]), at
+
+
+@pytest.mark.parametrize(
+    ("calls", "remedy"),
+    [
+        (("bw.checkpoint.save into 'run'", "close"), "Call bw.checkpoint.save on all ranks, not only `if rank == 0:`"),
+        (("step", "bw.checkpoint.save into 'run'"), "Call bw.checkpoint.save on all ranks, not only `if rank == 0:`"),
+        (("bw.checkpoint.save into 'a'", "bw.checkpoint.save into 'b'"), "the same call with the same folder"),
+        (("step", "close"), "A rank without further inputs must go on calling the optimizer"),
+        (("step", "full_grad"), "All ranks must make the same calls"),
+    ],
+)
+def test_different_calls_have_their_remedy(calls: tuple[str, ...], remedy: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise_different_calls(calls, [b""] * len(calls))
+    assert ", ".join(calls) in str(caught.value) and remedy in str(caught.value)

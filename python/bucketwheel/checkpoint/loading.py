@@ -80,7 +80,7 @@ def load(
         optimizer: A `ShardedAdamW` to load. None loads no optimizer.
 
     Raises:
-        CheckpointError: The folder has no checkpoint, or a damaged one. The checksums of all data are compared first.
+        CheckpointError: The folder has no checkpoint, or a damaged one. The checksums of all data that it reads are compared first.
         ValueError: Names, shapes, parameter groups or ``amsgrad`` do not fit, or another rank raised an error. The message has
             its text.
         KeyError: A parameter group of the checkpoint lacks a hyperparameter, or an entry is missing.
@@ -203,8 +203,8 @@ class _Checkpoint:
         is_alike = ours.size == self.reader.description.world
         if not is_alike and ours.rank == 0 and any(key.startswith(EXTRA_OF) for key in self._entries):
             warnings.warn(
-                f"{self._folder} has an extra for each of {self.reader.description.world} ranks: {ours.size} ranks "
-                "load the extra of rank 0",
+                f"{self._folder} has an `extra` of each of {self.reader.description.world} ranks. On another number of "
+                f"ranks, here {ours.size}, all ranks load that of rank 0",
                 stacklevel=2,
             )
         keys = [f"{EXTRA_OF}{ours.rank}"] * is_alike + ["extra"]

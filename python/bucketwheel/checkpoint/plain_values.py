@@ -41,7 +41,7 @@ def expect_loadable(key: str, value: Any) -> None:
         path, found = _first_refused(key, value)
         kind = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
         raise TypeError(
-            f"{path} is a {kind}, which torch.load(weights_only=True) refuses: give tensors, numbers, strings and bytes in "
+            f"{path} is of type {kind}, which torch.load(weights_only=True) refuses: give tensors, numbers, strings and bytes in "
             "lists, tuples and dicts. Convert an array with torch.from_numpy(x), a path with str(x), an object with "
             "vars(x) or x.state_dict()"
         )

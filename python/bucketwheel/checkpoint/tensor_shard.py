@@ -232,8 +232,8 @@ def _reduced(shard: TensorShard) -> Any:
 def warn_of_part(part: str) -> None:
     """Once in a process, of one rank: a file that a framework writes of rank 0's `state_dict` has no other rank's part."""
     warnings.warn(
-        f"the pickled optimizer state is {part}; unless each rank saves its own file, it cannot be loaded. Call "
-        "bw.checkpoint.save(folder, model, optimizer) on all ranks. If a framework saves, make the optimizer with "
+        f"the pickled state dict is {part}; unless each rank saves its own file, it cannot be loaded. Call "
+        "bw.checkpoint.save(folder, model, optimizer) on all ranks. If a framework saves the optimizer, make it with "
         "full_state_dict=True (docs/frameworks.md, Checkpoints)",
         stacklevel=3,
     )

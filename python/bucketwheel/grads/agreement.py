@@ -32,8 +32,8 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
     if refusals:
         raise RuntimeError(f"{'; '.join(refusals)} {by_rank}")
     remedy = (
-        "All ranks must call step, clip_grad_norm_ and stock code that needs whole gradients in the same order; where they "
-        "use different parameters, call optimizer.grad_sync() before stock code"
+        "All ranks must make the same calls (step, clip_grad_norm_, full_grad, torch code that needs gradient values) in the "
+        "same order; where they use different parameters, call optimizer.grad_sync() before torch code"
     )
     if any(call.startswith(_CHANGES) for call in calls):
         remedy = (
@@ -42,7 +42,9 @@ def raise_different_calls(calls: Sequence[str], payloads: Sequence[bytes]) -> No
         )
     if "close" in calls:
         remedy = _NO_INPUTS
-    if all(call.startswith("bw.checkpoint.") for call in calls):
+    if saves := [call for call in calls if call.startswith("bw.checkpoint.")]:
+        remedy = f"Call {saves[0].split()[0]} on all ranks, not only `if rank == 0:`"
+    if len(saves) == len(calls):
         remedy = "All ranks must make the same call with the same folder"
     raise RuntimeError(f"ranks made different optimizer calls: {', '.join(calls)} (by rank). {remedy}")
 

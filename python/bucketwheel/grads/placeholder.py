@@ -226,7 +226,7 @@ _ADD = " p.grad.add_(x, alpha=a) works in place, and adds the mean of x over the
 _HINTS = (
     *((f"aten.{name}.", _IN_PLACE) for name in ("mul", "div", "neg", "clone", "_foreach_mul", "_foreach_div")),
     *((f"aten.{name}", " p.grad.clamp_(low, high) works with two numbers.") for name in ("clamp.", "clamp_.Tensor")),
-    ("aten.add.Tensor", f"{_ADD} backward(create_graph=True) is not supported with sharded gradients."),
+    ("aten.add.Tensor", f"{_ADD} If this is backward(create_graph=True): sharded gradients do not support it."),
     ("aten.sub.Tensor", _ADD),
     ("aten._to_copy", " To change the model's memory format, call optimizer.zero_grad() first."),
     ("Tensor.share_memory_", " To share the model, call optimizer.zero_grad() first."),

@@ -20,6 +20,7 @@ from bucketwheel.layout.precision import Precision
 from bucketwheel.pool.pool import Lease, Pool
 from bucketwheel.torch_internals import storage_users
 
+_SLAB_SHARE = 4 << 20  # half of a slab of `Pool`
 _numbers = itertools.count()
 
 
@@ -96,6 +97,14 @@ def row_numel(tensor: Tensor) -> int:
 def is_plain(tensor: Tensor) -> bool:
     """Whether its elements lie in memory of the CPU or a CUDA device, where its strides say."""
     return type(tensor.data) is Tensor and tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda")
+
+
+def lasting_lease(pool: Pool, key: str, nbytes: int) -> Lease:
+    """A lease for the time of a training. If it is large it has memory of its size: in a slab of the pool's it would leave a
+    rest that no other fits into."""
+    if nbytes > _SLAB_SHARE:
+        pool.reserve(nbytes)
+    return pool.acquire(key, nbytes)
 
 
 def _end_of(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bucketwheel.layout.flat_params import ParamInfo, row_numel
+from bucketwheel.layout.flat_params import ParamInfo, lasting_lease, row_numel
 from bucketwheel.layout.packing import Packing, PackItem, Segment, pack
 from bucketwheel.layout.precision import Precision
 from bucketwheel.pool.pool import Lease, Pool
@@ -86,9 +86,8 @@ class LeasedParams:
         items = [PackItem(info.param.numel(), info.granularity, row_numel(info.param)) for info in self.infos]
         self.packing: Packing = pack(items, world=world, bucket_numel=max(1, bucket_cap_bytes // wire.itemsize))
         self.sharded_by: ShardedBy | None = None  # set by `bucketwheel.shard`, once
-        self._lease: Lease = pool.acquire(
-            f"shard {next(_numbers)} of {name}", self.packing.shard_numel * dtype.itemsize
-        )
+        key = f"shard {next(_numbers)} of {name}"
+        self._lease: Lease = lasting_lease(pool, key, self.packing.shard_numel * dtype.itemsize)
         self.values: Tensor = self._lease.tensor(dtype, (self.packing.shard_numel,)).zero_()
         self.masters: Tensor | None = None
 

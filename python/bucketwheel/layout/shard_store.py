@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bucketwheel.layout.flat_params import FlatParams, ParamInfo
+from bucketwheel.layout.flat_params import FlatParams, ParamInfo, lasting_lease
 from bucketwheel.layout.leased_params import LeasedParams
 from bucketwheel.layout.masters import follow_param, take_param
 from bucketwheel.layout.packing import Packing, Segment
@@ -59,7 +59,7 @@ class ShardStore:
 
     def _new_shard(self, pool: Pool, name: str, dtype: torch.dtype) -> Tensor:
         numel = self.packing.shard_numel
-        lease = pool.acquire(f"{name} of {self.whole.name}", numel * dtype.itemsize)
+        lease = lasting_lease(pool, f"{name} of {self.whole.name}", numel * dtype.itemsize)
         shard = lease.tensor(dtype, (numel,))
         shard.data.zero_()  # its version stays 0 until somebody writes to it: so a load knows that a state is zeros
         return shard

@@ -33,7 +33,7 @@ def local_shards(model: nn.Module) -> list[Parameter]:
 
     Use `local_shards` instead of `ShardedAdamW`, once for a model; a later call replaces the shards, and a step with the
     former ones raises `ClosedError`. Pass all shards to one optimizer, in groups if options differ: a step uses up all gradients,
-    so an optimizer that lacks some raises ValueError. Its ``step()`` is collective. Before the update ``step()`` reduces the gradients of the model,
+    so all ranks raise RuntimeError if an optimizer lacks some that have elements. Its ``step()`` is collective. Before the update ``step()`` reduces the gradients of the model,
     and each shard's ``.grad`` is this rank's part of the averaged gradient, in the dtype of the shard.
     ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` after backward clips by the global norm. After the update
     the gradients of the model are cleared; call ``zero_grad()`` of the optimizer as usual.
@@ -95,11 +95,10 @@ class _LocalShards:
         if engine.closed:
             raise ClosedError(engine.closed)
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if lacking := sum(id(p) not in given for p in self.params):
-            raise ValueError(
-                f"{type(optimizer).__name__} has {len(self.params) - lacking} of the {len(self.params)} parameters of "
-                "bw.local_shards(model). Pass all of them to one optimizer, in groups if options differ: its step uses "
-                "up all gradients of the model"
+        if lacking := sum(id(p) not in given for p in self.params if p.numel()):
+            engine.refuse(
+                f"{type(optimizer).__name__} lacks {lacking} of the {len(self.params)} parameters of bw.local_shards(model). "
+                "Pass all of them to one optimizer, in groups if options differ: its step uses up all gradients of the model"
             )
         engine.grads.close("step")
         engine._end_residency()

@@ -156,7 +156,7 @@ def collect_params(param_groups: Sequence[dict[str, Any]], known: Collection[Ten
         first[param] = name
         is_sharded = home_of(param) is not None
         if not is_sharded and (type(param.data) is not Tensor or param.layout != torch.strided):
-            hint = "; ShardedAdamW shards parameters itself: do not call fully_shard or distribute_tensor, or pass to_local()"
+            hint = "; ShardedAdamW shards parameters itself: remove fully_shard and distribute_tensor, or pass p.to_local()"
             raise TypeError(
                 f"parameter {name!r} is a {type(param.data).__name__} ({param.layout}); plain tensors only"
                 f"{hint if hasattr(param, 'to_local') else ''}"

@@ -72,9 +72,8 @@ class ShardedAdamW(Optimizer):
     the edit, or raises on all ranks. ``state`` shows this rank's part; see `full_state` and `reset_state`.
 
     These calls are collective. All ranks must make them in the same order: the constructor, `step`, `grad_sync`,
-    `clip_grad_norm_`, `local_grad_norm`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`,
-    `load_full_state_dict`, `add_param_group`, `close`, and torch's functions that read the values of placeholders. Use the
-    optimizer in a ``with`` statement, or call `close` at the end.
+    `clip_grad_norm_`, `local_grad_norm`, `clip_grads_with_norm_`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`,
+    `load_full_state_dict`, `add_param_group`, `close`, and torch's functions that need gradient values.
 
     Args:
         params: Parameters, (name, parameter) pairs or parameter groups, as for any torch optimizer. Dtypes float32, bfloat16,
@@ -105,7 +104,7 @@ class ShardedAdamW(Optimizer):
             alone.
         replicate_group: The ranks that hold the same shard (HSDP). Gradients are reduced over ``process_group`` first, then
             this rank's part over ``replicate_group``. Parameters are gathered within ``process_group``. All ranks of both
-            groups make the collective calls.
+            groups make the collective calls. Groups that do not fit are a ValueError on all ranks.
         gradient_average: True averages gradients over all ranks, False sums them.
         broadcast_params: Give all ranks rank 0's parameters in the constructor. With replicas, rank 0 is the first rank of all
             groups.
@@ -130,9 +129,10 @@ class ShardedAdamW(Optimizer):
         max_inflight_buckets: Number of buckets that may have memory at the same time if gradients come in bucket order. A soft
             limit: backward takes more memory rather than wait for another rank without end (docs/memory.md). With a
             communicator that has ``registered=True``, the number of buckets with registered memory.
-        static_graph: Your promise that the same parameters have gradients in every step, and that no gradient is dropped
-            between backward and `step`. Ranks then compare these facts in the first step only. Differences in learning rates
-            or group edits that come later are not noticed. If a rank breaks the promise, it raises RuntimeError with the
+        static_graph: Your promise that the same parameters have gradients in every step, and that no rank drops a gradient, or
+            scales one that it does not have, between backward and `step`. Ranks then compare these facts in the first step
+            only: later differences in learning rates are not noticed, and an edit of groups or ``state`` on one rank alone
+            ends in `CommTimeout`. If a rank breaks the promise, it raises RuntimeError with the
             parameter's name, and the other ranks raise `PeerError` with the same text.
         on_external_update: Effect of a write to a parameter between two steps (by the model's ``load_state_dict``, a moving
             average, ``p.data.clamp_()``, a broadcast). All ranks must write the same values. ``"resync"`` continues from the
@@ -146,8 +146,8 @@ class ShardedAdamW(Optimizer):
         ValueError: A bad argument, or a parameter of another `ShardedAdamW` that has gradients which no step has used.
             Parameters have not moved.
         TypeError: An argument of the wrong type. Parameters have not moved.
-        RuntimeError: Ranks disagree on the parameters, their order or the options, or ``WORLD_SIZE`` says that there are other
-            ranks but there is no process group.
+        RuntimeError: Ranks disagree on the parameters, their order or the options (names are compared if ``named_parameters()``
+            gave them, else values), or ``WORLD_SIZE`` says that there are other ranks but there is no process group.
 
     If other `ShardedAdamW` optimizers train some of the parameters, the new one replaces them; their next call raises
     `ClosedError`. The constructor warns if frozen parameters differ between ranks. It does not look at buffers; use
@@ -326,8 +326,8 @@ class ShardedAdamW(Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates gradients on this rank without reducing them. Local.
 
-        The next backward outside, or `step`, reduces the sum. Put it around backward; it has no effect on forward. Contexts
-        nest."""
+        The next backward outside, or `step`, reduces the sum. Put it around forward and backward, as DDP's: the optimizer reads
+        it in backward, and ``sync_module(model, buffers="forward")`` in forward. Contexts nest."""
         return self._engine.no_sync()
 
     def grad_sync(self, parameters: Iterable[Parameter] | None = None) -> None:

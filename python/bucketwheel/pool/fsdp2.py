@@ -235,14 +235,14 @@ def _units_of(model: nn.Module) -> dict[str, Any]:
         if len(groups) > 1:
             raise SeveralParamGroups(
                 f"module {name!r} has {len(groups)} parameter groups (shard_placement_fn returns meshes): torch does "
-                "not support custom communications for it; call fully_shard on its submodules, one mesh each, or no pool"
+                "not support custom communications for it; call fully_shard on its submodules, one mesh each, or do not call pool_for_fsdp2"
             )
         for comm in (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm):
             if not type(comm).__name__.startswith("Default"):
                 raise ValueError(
                     f"module {name!r} has its buffers from {type(comm).__name__} already: do not call "
-                    "set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
-                    "set_symm_mem_for_comm out, or close the earlier pool"
+                    "set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm or "
+                    "set_symm_mem_for_comm, or close the earlier pool"
                 )
         units[name] = module
     return units

@@ -52,7 +52,7 @@ def text_of(runtime: Runtime) -> str:
         )
     lines.append(f"peak {counts['peak']:,} bytes, of these outside the plan {counts['side_peak']:,}")
     lines.append(
-        f"gathered in vain: {counts['wasted']} ({counts['wasted_bytes']:,} bytes); gathered again in the last step: "
+        f"gathered but not used: {counts['wasted']} ({counts['wasted_bytes']:,} bytes); gathered again in the last step: "
         f"{counts['regathered_bytes']:,} bytes; divergences: {counts['divergences']}"
     )
     return "\n".join(lines)

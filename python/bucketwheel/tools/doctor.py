@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -154,8 +155,12 @@ def _with_version(command: Sequence[str], module: Module) -> str:
 def _cache() -> str:
     folder = cache.cache_dir()
     above = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise BuildError(f"the cache folder {folder} cannot be written: set BW_CACHE_DIR to another")
+    try:
+        tempfile.TemporaryDirectory(prefix="new-", dir=above).cleanup()
+    except OSError as error:
+        raise BuildError(
+            f"the cache folder {folder} cannot be written ({error}): set BW_CACHE_DIR to another"
+        ) from error
     if cache.is_network(folder):
         what = f"the cache folder {folder} is on a network file system"
         warnings.warn(f"{what}: set BW_CACHE_DIR to a local one", stacklevel=1)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     try:
         if options.plot and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install bucketwheel[plot]")
+            raise ValueError("--plot needs matplotlib: pip install 'bucketwheel[plot]'")
         name, lifetimes, align, where = read(options.trace, options.device, _slack(options.slack))
         found = replay(name, lifetimes, align if options.align is None else options.align, options.effort)
         told = facts(found, options.policy)
