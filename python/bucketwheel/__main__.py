@@ -1,4 +1,4 @@
-"""Commands about the installation, about runs that failed, checkpoints, memory plans and built modules."""
+"""Commands for the installation, failed runs, checkpoints, memory plans and built modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bucketwheel._version import __version__
 
 # Each is a module in tools/, imported when it is called: usage and --version come without torch.
 _COMMANDS = {
-    "doctor": "what is there, what is missing, what to do about it",
-    "flight": "which rank stopped first, by what ranks wrote to BW_TRACE_DIR",
-    "checkpoint": "what a checkpoint holds, and whether it is whole",
-    "plan": "how much memory a recorded step needs, by policy",
-    "cache": "the native modules that were built, and how to remove them",
+    "doctor": "lists what the native modules need, and a remedy for each problem",
+    "flight": "names the rank that stopped first, from the files in BW_TRACE_DIR",
+    "checkpoint": "lists the content of a checkpoint and compares its checksums",
+    "plan": "compares the memory that a recorded step needs under several policies",
+    "cache": "lists or removes built native modules",
 }
 _BROKEN_PIPE = 141  # the exit status of a command that SIGPIPE ends
 

@@ -45,8 +45,8 @@ class Item:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="list as one object of JSON, sizes in bytes")
     actions = parser.add_subparsers(dest="action", metavar="[clear]")
-    clear = actions.add_parser("clear", help="remove what is not used here")
-    clear.add_argument("--all", action="store_true", help="and the modules used here: the next start builds them again")
+    clear = actions.add_parser("clear", help="remove modules that this installation does not use, and build folders")
+    clear.add_argument("--all", action="store_true", help="also remove the modules that this installation uses")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -84,7 +84,7 @@ class Verdict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder that BW_TRACE_DIR named")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder in BW_TRACE_DIR")
 
 
 def main(options: argparse.Namespace) -> int:

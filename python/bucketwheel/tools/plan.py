@@ -46,16 +46,16 @@ class Replay:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="JSONL of a pool, pickle of torch, or CSV")
-    text = f"list the offsets of this one, and draw it beside place, which is ours: {_POLICIES}"
+    text = f"also list the offsets of this policy, and draw it beside ours, which is place: {_POLICIES}"
     parser.add_argument("--policy", default="", metavar="NAME", help=text)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw offsets over the events of the trace")
     parser.add_argument("--json", action="store_true", help="one object of JSON instead of text, sizes in bytes")
     parser.add_argument(
-        "--slack", action="append", default=[], metavar="ROLE=N", help="so many further acquires of a role before reuse"
+        "--slack", action="append", default=[], metavar="ROLE=N", help="reserve a key for N more acquires of its role"
     )
-    parser.add_argument("--align", type=int, help="of offsets, in bytes; else that of the trace, or 512")
-    parser.add_argument("--effort", type=int, default=20_000, help="how often the search may put a key somewhere")
-    parser.add_argument("--device", type=int, help="of a snapshot of several devices")
+    parser.add_argument("--align", type=int, help="alignment of offsets in bytes; default: the trace's, or 512")
+    parser.add_argument("--effort", type=int, default=20_000, help="how many places the search may try")
+    parser.add_argument("--device", type=int, help="index of the device, for a snapshot of several devices")
 
 
 def main(options: argparse.Namespace) -> int:
