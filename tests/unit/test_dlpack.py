@@ -152,6 +152,6 @@ def test_a_negative_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="'group 0 parameter 0' is a negative view"):
         ShardedAdamW([torch.nn.Parameter(torch._neg_view(ones()))])
     with pytest.raises(
-        TypeError, match="is a Wrapper .*plain tensors only; .* do not call fully_shard .* or pass to_local"
+        TypeError, match="is a Wrapper .*plain tensors only; .* remove fully_shard .* or pass p.to_local"
     ):
         ShardedAdamW([torch.nn.Parameter(Wrapper(ones()))])

@@ -469,8 +469,8 @@ def test_bad_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="staging_bytes is 100"):
         checkpoint.save(tmp_path, job.model, job.opt, staging_bytes=100)
     for odd, name in (
-        ({"object": Job}, r"extra\['object'\] is a type"),
-        ((3, [np.ones(2)]), r"\[1\]\[0\] is a numpy.ndarray"),
+        ({"object": Job}, r"extra\['object'\] is of type type"),
+        ((3, [np.ones(2)]), r"\[1\]\[0\] is of type numpy.ndarray"),
     ):
         with pytest.raises(
             TypeError, match=rf"{name}, which .* refuses: give tensors.* torch\.from_numpy\(x\)"
