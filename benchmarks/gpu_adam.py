@@ -1,4 +1,4 @@
-"""The Adam configurations of benchmarks/README.md on a GPU: tensors, our step through the optimizer's table, and torch's steps."""
+"""Adam configurations of benchmarks/README.md on a GPU: tensors, our step through the optimizer's table, torch's steps."""
 
 from __future__ import annotations
 

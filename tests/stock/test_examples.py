@@ -1,6 +1,5 @@
 """The short examples run and come to the results they print. The main job has its own test (test_train_gpt.py)."""
 
-import importlib.util
 import re
 
 import pytest
@@ -115,8 +114,6 @@ def test_a_checkpoint_of_another_system_trains_on_as_there(system):
 
 @pytest.mark.slow  # tests/frameworks trains and resumes in both
 @pytest.mark.parametrize("name", ["hf_accelerate.py", "hf_trainer.py"])
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_face_trains_on_as_if_it_had_not_stopped(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, output = run_example(name, 2, directory=tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks with fewer inputs than others: the loop of docs/several_hosts.md does what torch's Join does for DDP, which is refused."""
+"""Ranks with fewer inputs: the loop of docs/several_hosts.md does what torch's Join does for DDP; Join is refused."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.pages docs/quickstart.md
 
-The ```python blocks of a page run in order, in one namespace. ``<!-- run ... -->`` comments are code that a reader does not see. A
-```{.python .norun} block, which needs what a test has not (several GPUs, another library), is compiled only.
+The ```python blocks of a page run in order, in one namespace. ``<!-- run ... -->`` comments are code that a reader does not
+see. A ```{.python .norun} block, which needs what a test has not (several GPUs, another library), is compiled only.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bucketwheel.errors import KeyBusy, LeaseLeak, PoolError, ReleasedTwice, UseAfterRelease
+from bucketwheel.layout.flat_params import lasting_lease
 from bucketwheel.native import core
 from bucketwheel.pool.plan import Plan
 from bucketwheel.pool.pool import Pool
@@ -211,3 +212,13 @@ def test_reserving_gets_no_more_than_a_lease_needs() -> None:
         pool.reserve(1 << 62)
     with pytest.raises(TypeError, match="nbytes"):
         pool.reserve("1")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif("BW_POOL_POISON" in os.environ, reason="red zones make leases larger")
+def test_large_shards_take_memory_of_their_size() -> None:
+    """Small ones share a slab."""
+    pool, mib = Pool("host"), 2**20
+    leases = [lasting_lease(pool, f"shard {i}", 6 * mib) for i in range(3)]
+    assert pool.stats().reserved_bytes == 18 * mib
+    leases += [lasting_lease(pool, f"small {i}", mib) for i in range(3)]
+    assert pool.stats().reserved_bytes == (18 + 8) * mib

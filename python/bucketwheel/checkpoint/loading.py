@@ -80,7 +80,7 @@ def load(
         optimizer: A `ShardedAdamW` to load. None loads no optimizer.
 
     Raises:
-        CheckpointError: The folder has no checkpoint, or a damaged one. The checksums of all data that it reads are compared first.
+        CheckpointError: The folder has no checkpoint, or a damaged one. All checksums of data that is read are compared first.
         ValueError: Names, shapes, parameter groups or ``amsgrad`` do not fit, or another rank raised an error. The message has
             its text.
         KeyError: A parameter group of the checkpoint lacks a hyperparameter, or an entry is missing.

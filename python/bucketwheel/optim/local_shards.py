@@ -32,11 +32,12 @@ def local_shards(model: nn.Module) -> list[Parameter]:
     is the master weight, in the original dtype.
 
     Use `local_shards` instead of `ShardedAdamW`, once for a model; a later call replaces the shards, and a step with the
-    former ones raises `ClosedError`. Pass all shards to one optimizer, in groups if options differ: a step uses up all gradients,
-    so all ranks raise RuntimeError if an optimizer lacks some that have elements. Its ``step()`` is collective. Before the update ``step()`` reduces the gradients of the model,
-    and each shard's ``.grad`` is this rank's part of the averaged gradient, in the dtype of the shard.
-    ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` after backward clips by the global norm. After the update
-    the gradients of the model are cleared; call ``zero_grad()`` of the optimizer as usual.
+    former ones raises `ClosedError`. Pass all shards to one optimizer, in groups if options differ: its step uses up all
+    gradients, so if an optimizer lacks a shard that has elements, all ranks raise RuntimeError. Its ``step()`` is collective.
+    Before the update ``step()`` reduces the gradients of the model, and each shard's ``.grad`` is this rank's part of the
+    averaged gradient, in the dtype of the shard. ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` after
+    backward clips by the global norm. After the update the gradients of the model are cleared; call ``zero_grad()`` of the
+    optimizer as usual.
 
     Args:
         model: A model that `shard` has returned.

@@ -62,7 +62,7 @@ def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
         if (pending := engine.first_pending()) is not None:
             problem = (
                 f"parameter {info.name!r} belongs to another optimizer, which this one would replace, but no step has "
-                f"used the gradient of {pending.name!r}; call its step(), zero_grad() (or the model's) or close() on all ranks first"
+                f"used the gradient of {pending.name!r}; call its step(), zero_grad() (or the model's) or close() on all ranks"
             )
     said = f"{[info.index for info in first.values()]}:{problem}".encode()
     everyone = [said] if comm is None else comm.exchange(said[: comm.max_payload_bytes])

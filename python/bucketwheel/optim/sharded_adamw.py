@@ -72,8 +72,8 @@ class ShardedAdamW(Optimizer):
     the edit, or raises on all ranks. ``state`` shows this rank's part; see `full_state` and `reset_state`.
 
     These calls are collective. All ranks must make them in the same order: the constructor, `step`, `grad_sync`,
-    `clip_grad_norm_`, `local_grad_norm`, `clip_grads_with_norm_`, `full_grad`, `full_state`, `full_state_dict`, `load_state_dict`,
-    `load_full_state_dict`, `add_param_group`, `close`, and torch's functions that need gradient values.
+    `clip_grad_norm_`, `local_grad_norm`, `clip_grads_with_norm_`, `full_grad`, `full_state`, `full_state_dict`,
+    `load_state_dict`, `load_full_state_dict`, `add_param_group`, `close`, and torch's functions that need gradient values.
 
     Args:
         params: Parameters, (name, parameter) pairs or parameter groups, as for any torch optimizer. Dtypes float32, bfloat16,

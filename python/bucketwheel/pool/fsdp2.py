@@ -235,7 +235,7 @@ def _units_of(model: nn.Module) -> dict[str, Any]:
         if len(groups) > 1:
             raise SeveralParamGroups(
                 f"module {name!r} has {len(groups)} parameter groups (shard_placement_fn returns meshes): torch does "
-                "not support custom communications for it; call fully_shard on its submodules, one mesh each, or do not call pool_for_fsdp2"
+                "not support custom communications for it; call fully_shard on its submodules, or drop pool_for_fsdp2"
             )
         for comm in (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm):
             if not type(comm).__name__.startswith("Default"):

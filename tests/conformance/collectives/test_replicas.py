@@ -301,7 +301,7 @@ def waits_over_nccl(rank: int, world: int, takes_turns: bool) -> tuple[int, int]
 
 @pytest.mark.dist
 def test_where_launches_have_no_order_each_bucket_waits_for_the_last_one(rank_pool: Callable[[int], Any]) -> None:
-    """docs/developers/ordering.md: kernels of the two groups could start in different orders on two ranks, and wait for each other."""
+    """docs/developers/ordering.md: kernels of two groups could start in different orders on two ranks, and wait for each other."""
     free, in_turn = (rank_pool(4).run(waits_over_nccl, takes_turns) for takes_turns in (False, True))
     for (buckets, waits), (same, more) in zip(free, in_turn, strict=True):
         assert buckets == same > 10 and more == waits + buckets - 1
