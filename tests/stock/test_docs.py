@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bucketwheel import checkpoint, pool, testing
 from bucketwheel.__main__ import _COMMANDS as COMMANDS
 from bucketwheel.layout.packing import PackItem, pack
 from tests.support.pages import ROOT, python_blocks, run_page, shell_lines, words
+from tests.support.ranks import RankPool
 
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in SITE if page.parent.name != "api"]
@@ -45,9 +47,16 @@ def run_pages(rank: int, world: int, page: Path, folder: Path) -> None:
     assert page.name != "README.md" or names["loss"].item() < 1.5  # of 4 at first
 
 
+@pytest.fixture(scope="module")
+def page_ranks() -> Iterator[RankPool]:
+    """For pages alone: `local_shards` watches the steps of a process from then on."""
+    with RankPool(2) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("page", [*ENTRANCE, *PAGES], ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(rank_pool: Any, page: Path, tmp_path: Path) -> None:
-    rank_pool(2).run(run_pages, page, tmp_path, timeout_s=60)
+def test_the_code_of_a_page_runs(page_ranks: RankPool, page: Path, tmp_path: Path) -> None:
+    page_ranks.run(run_pages, page, tmp_path, timeout_s=60)
 
 
 def test_the_site_can_be_read_in_an_evening() -> None:
