@@ -56,7 +56,7 @@ def page_ranks() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("page", [*ENTRANCE, *PAGES], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page_ranks: RankPool, page: Path, tmp_path: Path) -> None:
-    page_ranks.run(run_pages, page, tmp_path, timeout_s=60)
+    page_ranks.run(run_pages, page, tmp_path, timeout_s=200)
 
 
 def test_the_site_can_be_read_in_an_evening() -> None:
@@ -274,4 +274,4 @@ def convert(rank: int, world: int, folder: Path) -> None:
 
 
 def test_the_converted_script_has_ddps_losses(rank_pool: Any, tmp_path: Path) -> None:
-    rank_pool(2).run(convert, tmp_path, timeout_s=60)
+    rank_pool(2).run(convert, tmp_path, timeout_s=200)

@@ -21,9 +21,9 @@ LABELS = {"ddp": "DDP", "zero": "ZeroRedundancyOptimizer", "fsdp2": "FSDP2"}
 OURS = ("bw.ShardedAdamW", "bw.shard")
 
 
-def launch(directory: Path, ranks: int, *flags: str, timeout_s: float = 110) -> tuple[int, str]:
+def launch(directory: Path, ranks: int, *flags: str) -> tuple[int, str]:
     """Exit code and output of the example, tiny."""
-    return run_example("train_gpt.py", ranks, *TINY, *flags, directory=directory, timeout_s=timeout_s)
+    return run_example("train_gpt.py", ranks, *TINY, *flags, directory=directory)
 
 
 def row_of(output: str, system: str) -> dict[str, float]:
@@ -47,7 +47,7 @@ def check_row(row: dict[str, float]) -> None:
 def test_training_agrees_with_the_peers_and_draws_them(tmp_path, ranks, peers):
     resume = ("--save", "checkpoint", "--every", "6", "--check-resume")
     flags = ("--zero3", "--compare", peers, "--plot", "pictures", *resume)
-    code, output = launch(tmp_path, ranks, *flags, timeout_s=110 if peers == "ddp" else 300)
+    code, output = launch(tmp_path, ranks, *flags)
     assert code == 0 and "the same bits" in output, output
     systems = [*peers.split(","), *OURS]
     rows = {name: row_of(output, LABELS.get(name, name)) for name in systems}
