@@ -16,8 +16,8 @@
 
 PYTHON ?= python3
 OUT ?= build/gpu
-# Three workers a core: tests wait for much.
-JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) \* 3)
+# Two workers a core: tests wait for much, and promise times that more workers would break.
+JOBS ?= $(shell expr $$(nproc 2> /dev/null || echo 2) \* 2)
 PYTHONS ?= $(PYTHON)
 AUDITWHEEL ?= auditwheel
 TORCH ?= $(shell grep '^torch==' constraints.txt)

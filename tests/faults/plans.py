@@ -30,6 +30,7 @@ from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from bucketwheel.shard.module import shard
 from tests.support.comm_cases import check_usable
+from tests.support.cores import BUSY
 from tests.support.held import held, still_held
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 from tests.support.shard_models import Block, Gpt, lm_loss
@@ -38,7 +39,7 @@ TIMEOUT_S = 2.0  # of operations
 JOIN_S = 30.0  # of process groups: processes start meanwhile
 CALLS = 24
 # From when a rank waits for one that is gone until it knows; a busy machine takes part of it.
-SOON_S = 2.0
+SOON_S = 2.0 * BUSY
 # From when ranks meet until one that has not come is named: rank 0 is awaited longest.
 NAMED_S = TIMEOUT_S + 4.0
 # Until a rank has closed, whatever state the others are in.

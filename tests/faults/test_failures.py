@@ -24,10 +24,11 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError, PeerError
 from bucketwheel.optim.sharded_adamw import ShardedAdamW
 from tests.support.bits import assert_bitwise_equal
+from tests.support.cores import BUSY
 from tests.support.optim_twins import dyadic, loss_of, make_params, share
 from tests.support.ranks import run_ranks
 
-SEEN_WITHIN_S = 2.0
+SEEN_WITHIN_S = 2.0 * BUSY
 
 
 class _Act(torch.autograd.Function):
@@ -95,7 +96,7 @@ def train_until_a_rank_dies(rank: int, world: int, where: str, directory: str) -
             began = time.monotonic()
             with pytest.raises(PeerError):
                 call()
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < BUSY
         opt.zero_grad()
         values = None
         if where == "step":  # what the gathers were to bring is nowhere
@@ -140,7 +141,7 @@ def wait_until_interrupted(rank: int, world: int) -> None:
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             opt.step()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 2.0 * BUSY
     else:
         time.sleep(5.0)
         with pytest.raises(CommError, match="KeyboardInterrupt"):

@@ -13,6 +13,7 @@ import torch
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import PreMulSum, all_gather, reduce_scatter
+from tests.support.cores import BUSY
 from tests.support.failure_cases import (
     SOON_S,
     Error,
@@ -166,7 +167,7 @@ def test_an_operation_that_never_ends(where, ends_by, world, rank_pool):
             assert kind in ("CommError", "PeerError") and "enough" in text, text
             assert took_s < 2 + SOON_S  # a rank that is inside NCCL is given a second to come out by itself
             continue
-        assert kind == "CommTimeout" and took_s < LATE_S + 2.5, (kind, text, took_s)
+        assert kind == "CommTimeout" and took_s < LATE_S + 2.5 * BUSY, (kind, text, took_s)
         assert "timeout in all_gather" in text, text
         if where == "device":
             assert "which all ranks have issued" in text and facts["last_seqs"] == (1,) * world

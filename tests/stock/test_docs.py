@@ -172,7 +172,7 @@ ROW_CUTS: dict[str, tuple[list[Shape], int, int]] = {
 def test_the_table_of_row_cuts_is_computed() -> None:
     numels = {name: sum(map(math.prod, shapes)) for name, (shapes, *_) in ROW_CUTS.items()}
     assert set(numels.values()) == {124_439_808, 25_557_032, 6_738_415_616}
-    text = section("docs/saving.md", "Row cuts")
+    text = section("benchmarks/README.md", "Row cuts")
     for name, (shapes, element_bytes, mib) in ROW_CUTS.items():
         bucket_numel, cells = mib * 2**20 // element_bytes, []
         for world in (2, 8, 64, 512):

@@ -28,10 +28,11 @@ from bucketwheel.errors import CommError
 from bucketwheel.kernels.ops import all_gather
 from bucketwheel.testing import run_threads
 from tests.support import simulated_cuda, simulated_nccl
+from tests.support.cores import BUSY
 from tests.support.ranks import RankPool
 from tests.support.simulated_cuda import posing
 
-SOON_S = 2.0  # until the death or the failure of a rank is known to the others
+SOON_S = 2.0 * BUSY  # until the death or the failure of a rank is known to the others
 GONE_S = 5.0  # until what is given up in the background has ended
 
 Error = tuple[str, str, int | None]  # kind, message and rank

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from bucketwheel import ShardedAdamW
+from bucketwheel.comm import patience
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import PeerError
 from bucketwheel.kernels.ops import all_gather, reduce_scatter
 from bucketwheel.native import core
+from tests.support.cores import BUSY
 
 STEPS = 8
 KILLED_AT = 5  # the step in which the last rank dies, once
@@ -303,6 +306,7 @@ def starts(backend: str, methods: list[str]) -> None:
 
 
 def main(what: str, backend: str, *rest: str) -> None:
+    patience.PATIENCE = replace(patience.PATIENCE, exit_s=patience.PATIENCE.exit_s * BUSY)
     if what == "train":
         dist.init_process_group("gloo")
         answer = train(dist.get_rank(), dist.get_world_size(), backend, Path(rest[0]), dies=True)

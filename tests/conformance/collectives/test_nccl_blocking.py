@@ -18,6 +18,7 @@ from bucketwheel.comm.communicator import Communicator
 from bucketwheel.errors import CaptureError, CommError, CommTimeout
 from bucketwheel.kernels.ops import all_gather
 from tests.support import simulated_nccl
+from tests.support.cores import BUSY
 from tests.support.counted_cuda import plan_cuda_fault
 from tests.support.ranks import RankPool
 from tests.support.simulated_cuda import Graph, posing
@@ -86,10 +87,10 @@ def stuck_elsewhere(rank: int, world: int) -> None:
         assert error.last_seqs == (0,) * world
         is_told = "failed first" in str(error)  # by the other rank, before this one had anything in flight
         assert is_told or (error.op, error.seq) == ("all_gather", 1)
-        assert 3.6 < time.monotonic() - begin < 7
+        assert 3.6 < time.monotonic() - begin < 4 + 3 * BUSY
         begin = time.monotonic()
         idle.close(5)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 5 + BUSY
 
 
 def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool):
@@ -106,7 +107,7 @@ def interrupted(rank: int, world: int) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             gather(other)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 5 + BUSY
         script.fake_nccl_release()
         gather(other).synchronize(15)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.shard.module import runtime_of
+from tests.support.cores import BUSY
 from tests.support.optim_twins import run_local
 from tests.support.shard_models import Block, Gpt, lm_loss, tokens_of
 from tests.support.shard_twins import expect_twins, steps, whole_params
@@ -447,7 +448,7 @@ def test_a_unit_that_some_ranks_run_alone_raises_on_all(is_planned: bool) -> Non
         with pytest.raises((RuntimeError, bw.CommError), match="different|unit"):
             block_loss(model, 0).backward()
             opt.step()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 2 * BUSY
         skips.clear()
         if not is_planned:  # gathers ahead have been issued on both ranks else: the communicator has failed
             opt.zero_grad()
