@@ -33,7 +33,7 @@ from tests.support.ranks import RankPool
 from tests.support.simulated_cuda import posing
 
 SOON_S = 2.0 * BUSY  # until the death or the failure of a rank is known to the others
-GONE_S = 5.0  # until what is given up in the background has ended
+GONE_S = 5.0 * BUSY  # until what is given up in the background has ended
 
 Error = tuple[str, str, int | None]  # kind, message and rank
 Facts = dict[str, Any]
@@ -81,7 +81,7 @@ def threads_of_agreement() -> list[str]:
 
 
 def expect_no_threads() -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + GONE_S
     while threads_of_agreement() and time.monotonic() < until:
         time.sleep(0.01)
     assert threads_of_agreement() == []

@@ -34,6 +34,7 @@ def diverging(rank: int, world: int, comm: Communicator) -> Any:
 
 
 def train(rank: int, world: int, is_apart: bool) -> Any:
+    expect_no_threads()  # that of an earlier test's communicator may go on a moment
     with simulated() as script, hosts_apart() if is_apart else contextlib.nullcontext():
         gathers, reduces = Communicator.pair(timeout_s=30)
         with gathers, reduces:
