@@ -142,6 +142,9 @@ std::string text_of(const Description& description) {
     out += description.unit == kEndOfWindow ? " at the end of a window of gradients"
                                             : " for unit " + std::to_string(description.unit - 1);
   }
+  if (description.tensors == 0) {
+    return out;
+  }
   out += " of " + std::to_string(description.tensors) + (description.tensors == 1 ? " tensor, " : " tensors, ") +
          std::to_string(description.size_bytes) + " bytes:";
   for (size_t i = 0; i < std::min<size_t>(description.tensors, Description::kShown); ++i) {

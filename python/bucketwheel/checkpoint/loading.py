@@ -318,6 +318,8 @@ class _Checkpoint:
             names.setdefault(p, []).append(name)
         ours: list[dict[str, Any]] = optimizer.param_groups
         groups = self._groups(ours, names)
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in ours]:
+            return {"state": {}, "param_groups": groups}  # which the optimizer refuses
         of_param: dict[str, dict[str, str]] = {}
         for key in self._entries:
             if key.startswith("optim.state."):

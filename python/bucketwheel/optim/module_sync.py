@@ -27,6 +27,7 @@ from bucketwheel.layout.flat_params import is_plain
 from bucketwheel.native import core
 from bucketwheel.optim.rank_checks import bytes_of, expect_equal_lines
 from bucketwheel.optim.sharded_engine import engine_of
+from bucketwheel.residency.absent_param import sharded
 from bucketwheel.residency.module_hooks import ModuleHook
 
 _CHUNK_BYTES = 64 * 2**20  # of a broadcast, which has as much memory of its own; or one tensor
@@ -41,8 +42,8 @@ def sync_module(
 ) -> ModuleSync:
     """Gives all ranks rank 0's frozen parameters and buffers, as ``DistributedDataParallel(model)`` does. Collective.
 
-    Parameters that no `ShardedAdamW` trains yet are synchronized too; `ShardedAdamW` has synchronized its own. Call it before
-    or after you make the optimizer. Names in the model's ``_ddp_params_and_buffers_to_ignore`` are skipped. Without other
+    Parameters that no `ShardedAdamW` trains yet are synchronized too; `ShardedAdamW` and `shard` have synchronized theirs. Call
+    it before or after `shard`, and before or after you make the optimizer. Names in the model's ``_ddp_params_and_buffers_to_ignore`` are skipped. Without other
     ranks the call does nothing. Tensors may have any dtype and memory format, and buffers may be persistent or not.
 
     With ``buffers="forward"`` rank 0's buffers are also broadcast before the first forward of ``model``, and before each
@@ -86,7 +87,7 @@ class ModuleSync(contextlib.AbstractContextManager["ModuleSync"]):
             return
         try:
             self._reducer = reducer_of(self._comms[0], self._comms[1] if len(self._comms) > 1 else None)
-            untrained = [(name, param) for name, param in _params_of(model) if engine_of(param) is None]
+            untrained = [(name, param) for name, param in _params_of(model) if not (engine_of(param) or sharded(param))]
             held = [*untrained, *(_buffers_of(model) if buffers != "none" else ())]
             _expect_equal(self._reducer, held)
             tensors = [tensor for _, tensor in held]

@@ -7,19 +7,9 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch.utils.weak import WeakIdKeyDictionary
-
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.errors import Error
-from bucketwheel.layout.flat_params import ParamInfo
-
-_owners = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the engine
-
-
-def owner_of(thing: Any) -> Any:
-    """The live engine that has it, or None."""
-    owner = _owners.get(thing)
-    return None if owner is None else owner()
+from bucketwheel.layout.flat_params import OWNERS, ParamInfo, owner_of
 
 
 def named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
@@ -39,14 +29,14 @@ def expect_free(things: Sequence[tuple[Any, str]], but: Collection[Any] = ()) ->
 def claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
     expect_free(things)
     for thing, _ in things:
-        _owners[thing] = weakref.ref(engine)
+        OWNERS[thing] = weakref.ref(engine)
 
 
 def release(things: Sequence[tuple[Any, str]], engine: Any) -> None:
     """Those that ``engine`` has are free again."""
     for thing, _ in things:
         if owner_of(thing) is engine:
-            del _owners[thing]
+            del OWNERS[thing]
 
 
 def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:

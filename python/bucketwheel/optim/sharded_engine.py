@@ -26,14 +26,14 @@ from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.flat_params import FlatParams, ParamInfo, expect_dense
+from bucketwheel.layout.flat_params import FlatParams, ParamInfo, expect_dense, owner_of
 from bucketwheel.layout.leased_params import LeasedParams, ShardedBy, arrivals_of, home_of, plain_params
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 from bucketwheel.layout.shard_store import ShardStore
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
-from bucketwheel.optim.owners import claim, expect_free, named, owner_of, release, take_over
+from bucketwheel.optim.owners import claim, expect_free, named, release, take_over
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.shown_state import StateEdits

@@ -79,7 +79,9 @@ def plan_load(optimizer: ShardedAdamW, state_dict: dict[str, Any]) -> Callable[[
     is_strict = not any(isinstance(p, str) for group in groups for p in group["params"])
     groups = follow_names(groups, ours, strict=is_strict)
     if len(groups) != len(ours):
-        raise ValueError("loaded state dict has a different number of parameter groups")
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(groups)}, this optimizer has {len(ours)}"
+        )
     if any(len(a["params"]) != len(b["params"]) for a, b in zip(groups, ours, strict=True)):
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"

@@ -93,6 +93,13 @@ class Runtime:
             lambda *given: weak[1]()(*given),  # type: ignore[misc]
         )
         self.blanks = {id(p): blank for _, _, params, blanks in given for p, blank in zip(params, blanks, strict=True)}
+        natives = list({comm._native, comm.gathers._native})
+        # By which a rank that waits alone tells the others, by unit.
+        self._forwards, self._evaluations, self._backwards = (
+            [core.PublicCall(natives, f"{call} of unit {unit.name!r}") for unit in self.units]
+            for call in ("forward", "forward without gradients", "backward")
+        )
+        self._holds = core.PublicCall(natives, "full_params")
         self.plan: Plan | None = None
         self.regimes = ["train", "eval"]
         self._chosen: int | None = None  # the regime, while `regime` says so
@@ -189,12 +196,14 @@ class Runtime:
             self._regime_before = self.native.regime
             self.native.regime = (TRAIN if keeps else EVAL) if self._chosen is None else self._chosen
         self._root_depth += is_model
+        call = (self._forwards if keeps else self._evaluations)[unit]
         if profiler._is_profiler_enabled or torch.is_inference_mode_enabled():
             # Inference mode would make tensors that training could not use.
-            with _no_inference(), self._label("forward", unit):
+            with _no_inference(), self._label("forward", unit), call:
                 is_on_the_side = self.native.forward(unit, keeps, in_backward)
         else:
-            is_on_the_side = self.native.forward(unit, keeps, in_backward)
+            with call:
+                is_on_the_side = self.native.forward(unit, keeps, in_backward)
         if (is_on_the_side or self._is_debugging) and not self._held:
             self._going[-1] = (module, first, SavedByName.push(self._unit_of_storage, self._memory_of))
         if self._cast is None:
@@ -260,7 +269,7 @@ class Runtime:
         self._in_backward()
         if self.native.regime != regime:  # an evaluation has come between
             self.native.regime = regime
-        with self._label("backward", unit):
+        with self._label("backward", unit), self._backwards[unit]:
             is_there = self.native.backward(unit, address, root)
         if not is_there:
             raise ShardedParamError(
@@ -385,11 +394,12 @@ class Runtime:
         taken: list[int] = []
         saved = SavedByName.push(self._unit_of_storage, self._memory_of)  # for graphs that are made inside
         try:
-            for unit in units:
-                self.native.hold(unit)
-                taken.append(unit)
-            for unit in taken:
-                self.native.wait(unit)
+            with self._holds:
+                for unit in units:
+                    self.native.hold(unit)
+                    taken.append(unit)
+                for unit in taken:
+                    self.native.wait(unit)
             yield
         finally:
             if saved is not None:

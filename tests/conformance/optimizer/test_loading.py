@@ -539,6 +539,21 @@ def test_names_with_a_prefix_say_how_to_load_them(tmp_path: Path) -> None:
             checkpoint.load(tmp_path, outer)
 
 
+@pytest.mark.parametrize("has_names", [False, True])
+def test_parameter_groups_that_differ_are_named_before_shapes(has_names: bool, tmp_path: Path) -> None:
+    model = nn.Linear(64, 3)
+    pairs = [*model.named_parameters()] if has_names else [*model.parameters()]
+    with jobs.ShardedAdamW([{"params": [pair]} for pair in pairs[::-1]]) as opt:
+        model(torch.ones(64)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        checkpoint.save(tmp_path, model, opt)
+    with jobs.ShardedAdamW(pairs) as opt:
+        with pytest.raises(ValueError, match="a different number of parameter groups: 2, this optimizer has 1"):
+            checkpoint.load(tmp_path, model, opt)
+        assert not opt.state[model.weight]["exp_avg"].any()
+
+
 def load_a_part(rank: int, world: int, folder: str) -> None:
     """A new head, a part that was added, and one that is gone."""
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2), "gone": nn.Linear(1, 1)})

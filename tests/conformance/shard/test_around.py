@@ -148,6 +148,31 @@ class Leaks(nn.Module):
         return self.lin.weight.t()
 
 
+def test_sync_module_of_a_sharded_model() -> None:
+    """Before the optimizer and after it: it has the buffers, and parameters that are not sharded."""
+
+    def body(comm: Communicator) -> list[Any]:
+        torch.manual_seed(comm.rank)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        bw.shard(model, (nn.BatchNorm1d,), group=comm, ignored=[model[2]])
+        first = bw.sync_module(model, process_group=comm)
+        opt = bw.ShardedAdamW(model.parameters(), process_group=comm)
+        with bw.sync_module(model, buffers="forward", process_group=comm):
+            for step in range(3):
+                x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                model(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            with torch.no_grad():
+                model.eval()(x)
+        first.close()
+        opt.close()
+        return [*whole_params(model), *(buffer.clone() for buffer in model.buffers())]
+
+    ours, theirs = run_local(2, body)
+    assert all(map(torch.equal, ours, theirs)) and int(ours[-1]) == 3
+
+
 class UsesOutside(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import re
 import time
 import weakref
 from dataclasses import dataclass
@@ -458,6 +460,33 @@ def test_a_unit_that_some_ranks_run_alone_raises_on_all(is_planned: bool) -> Non
     run_local(2, body)
 
 
+@pytest.mark.parametrize("alone", ["forward without gradients of unit 'root'", "full_params"])
+def test_a_rank_that_evaluates_alone_and_one_that_trains_name_their_calls(alone: str) -> None:
+    def body(comm: Communicator) -> str:
+        model = bw.shard(Chain(plain), (Block,), group=comm)
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            block_loss(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        with pytest.raises(bw.CommError) as caught:
+            if comm.rank == 0:
+                with model.full_params() if alone == "full_params" else torch.no_grad():
+                    block_loss(model, 0)
+            block_loss(model, 0)
+        with contextlib.suppress(bw.CommError):
+            opt.close()
+        return str(caught.value)
+
+    ours, theirs = run_local(2, body, timeout_s=8)
+    assert re.search(rf"timeout in {alone} \(.*rank 1 .*is in forward of unit 'root', has not called {alone}", ours), (
+        ours
+    )
+    assert re.search(rf"in forward of unit 'root' \(.*rank 0 \(.*is in {alone}, has not called forward of", theirs), (
+        theirs
+    )
+
+
 def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
     group = lambda: bw.LocalWorld(1).rank(0)  # noqa: E731
     refused: list[tuple[Any, dict[str, Any], str]] = [
@@ -480,6 +509,12 @@ def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
     model = bw.shard(Gpt(), (Block,), group=group())
     with pytest.raises(ValueError, match="sharded already"):
         bw.shard(model, (Block,), group=group())
+    trained = Gpt()
+    optimizer = bw.ShardedAdamW(trained.parameters(), process_group=group())
+    with pytest.raises(ValueError, match="has an optimizer already: call bw.shard first"):
+        bw.shard(trained, (Block,), group=group())
+    optimizer.close()
+    bw.shard(trained, (Block,), group=group())
     for name, value in (("bucket_cap_mb", 1), ("overlap_param_sync", True)):
         with pytest.raises(ValueError, match="no effect"):
             bw.ShardedAdamW(model.parameters(), **{name: value})
