@@ -93,7 +93,7 @@ BUDGETS = {
     "python/kernels": 444,
     "python/layout": 813,
     "python/native": 785,
-    "python/optim": 2891,
+    "python/optim": 2895,
     "python/pool": 981,
     "python/tools": 601,
 }

@@ -72,7 +72,7 @@ def engine_of(optimizer: ShardedOptimizer | None) -> Engine | None:
     """Of a `ShardedAdamW`, or None of None. TypeError for another optimizer."""
     if optimizer is not None and not hasattr(optimizer, "_engine"):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, expected a ShardedAdamW (others: use torch.distributed.checkpoint)"
+            f"optimizer is {type(optimizer).__name__}, expected a ShardedAdamW (others: use torch.distributed.checkpoint)"
         )
     return None if optimizer is None else optimizer._engine
 

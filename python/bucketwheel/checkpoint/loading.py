@@ -71,8 +71,7 @@ def load(
     ``_load_from_state_dict`` or load hooks, or whose ``state_dict`` returns tensors that are not its own, is loaded by its
     ``load_state_dict``. That takes the size of the model twice, on the CPU of each rank.
 
-    If a rank raises, all ranks raise, and nothing has been loaded. Moments of an optimizer that has not stepped are zeros
-    again.
+    If a rank raises, all ranks raise, and nothing has been loaded.
 
     Args:
         directory: The folder of the checkpoint, which all ranks can read.

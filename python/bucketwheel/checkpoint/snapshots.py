@@ -92,8 +92,8 @@ class Snapshots:
     Attributes:
         stats: ``"rebases"`` counts the times that a whole shard was sent again; ``"waited_s"`` is the time that steps have
             waited, in seconds.
-        rank: The rank of this process.
-        world: Number of ranks.
+        rank (int): The rank of this process.
+        world (int): Number of ranks.
 
     Raises:
         ValueError: A bad argument, arguments that differ between ranks, or an error on another rank. The message has its text.

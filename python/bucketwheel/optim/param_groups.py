@@ -206,7 +206,7 @@ def group_texts(param_groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def of_sharded(
-    infos: Sequence[ParamInfo], groups: tuple[Any, Any], options: OptimizerOptions
+    infos: Sequence[ParamInfo], groups: tuple[Any, Any], options: OptimizerOptions, timeout_s: float | None = None
 ) -> tuple[Communicator, Communicator | None] | None:
     """The communicators of the model that `bucketwheel.shard` has made of some of the parameters; None: it has of none.
 
@@ -223,6 +223,10 @@ def of_sharded(
     if any(all(group is not one for one in ones) for group, ones in zip(groups, known, strict=True)):
         raise ValueError(
             "sharded parameters have the process_group and replicate_group of bw.shard: do not pass others"
+        )
+    if timeout_s is not None:
+        raise ValueError(
+            f"timeout_s={timeout_s} has no effect: the time limit is that of the process group of bw.shard"
         )
     for info, home in zip(infos, homes, strict=True):
         if home is not None and info.granularity is not None:

@@ -109,7 +109,7 @@ class ShardedAdamW(Optimizer):
         broadcast_params: Give all ranks rank 0's parameters in the constructor. With replicas, rank 0 is the first rank of all
             groups.
         timeout_s: Seconds that a rank waits for the others in any collective call before it raises `CommTimeout`. None means
-            the process group's timeout. Not allowed with a `Communicator`, which has its own time limit.
+            the process group's timeout. Not allowed with a `Communicator` or a model of `shard`, which have a time limit.
         master_weights: How bfloat16 and float16 parameters keep full precision. ``"auto"`` and ``"fp32"`` keep a float32 copy
             of the rank's shard. ``"bf16_remainder"`` keeps the 16 bits that a bfloat16 parameter lacks, which saves 2 of 12
             bytes; all 16-bit parameters must be bfloat16. ``"none"`` keeps nothing: parameters are rounded in every step, and
@@ -685,7 +685,7 @@ def _make_engine(
 ) -> LocalEngine | ShardedEngine:
     """The engine for the parameters, with the communicators that were made for it. Collective."""
     options.expect_capturable_on(trained.device, None)
-    of_model = of_sharded(trained.infos, groups, options)
+    of_model = of_sharded(trained.infos, groups, options, timeout_s)
     comm, replicate = of_model or communicators_for(*groups, trained.device, timeout_s)
     owned = [made for made in (comm, replicate) if made is not None and made not in (*groups, *(of_model or ()))]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import re
 import time
 import weakref
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import bucketwheel as bw
 from bucketwheel.comm.communicator import Communicator
 from bucketwheel.shard.module import runtime_of
+from bucketwheel.testing import run_threads
 from tests.support.cores import BUSY
 from tests.support.optim_twins import run_local
 from tests.support.shard_models import Block, Gpt, lm_loss, tokens_of
@@ -462,23 +464,27 @@ def test_a_unit_that_some_ranks_run_alone_raises_on_all(is_planned: bool) -> Non
 
 @pytest.mark.parametrize("alone", ["forward without gradients of unit 'root'", "full_params"])
 def test_a_rank_that_evaluates_alone_and_one_that_trains_name_their_calls(alone: str) -> None:
-    def body(comm: Communicator) -> str:
-        model = bw.shard(Chain(plain), (Block,), group=comm)
-        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
-            block_loss(model, step).backward()
-            opt.step()
-            opt.zero_grad()
-        with pytest.raises(bw.CommError) as caught:
-            if comm.rank == 0:
-                with model.full_params() if alone == "full_params" else torch.no_grad():
-                    block_loss(model, 0)
-            block_loss(model, 0)
-        with contextlib.suppress(bw.CommError):
-            opt.close()
-        return str(caught.value)
+    importlib.import_module("torch._dynamo")  # the first optimizer of a process does, which takes seconds
+    local = bw.LocalWorld(2)
 
-    ours, theirs = run_local(2, body, timeout_s=8)
+    def body(rank: int, _: int) -> str:
+        with Communicator(local.rank(rank), backend="local", timeout_s=5) as comm:
+            model = bw.shard(Chain(plain), (Block,), group=comm)
+            opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+            for step in range(2):
+                block_loss(model, step).backward()
+                opt.step()
+                opt.zero_grad()
+            with pytest.raises(bw.CommTimeout) as caught:
+                if rank == 0:
+                    with model.full_params() if alone == "full_params" else torch.no_grad():
+                        block_loss(model, 0)
+                block_loss(model, 0)
+            with contextlib.suppress(bw.CommError):
+                opt.close()
+            return str(caught.value)
+
+    ours, theirs = run_threads(body, 2, timeout_s=60)
     assert re.search(rf"timeout in {alone} \(.*rank 1 .*is in forward of unit 'root', has not called {alone}", ours), (
         ours
     )
@@ -515,7 +521,7 @@ def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
         bw.shard(trained, (Block,), group=group())
     optimizer.close()
     bw.shard(trained, (Block,), group=group())
-    for name, value in (("bucket_cap_mb", 1), ("overlap_param_sync", True)):
+    for name, value in (("bucket_cap_mb", 1), ("overlap_param_sync", True), ("timeout_s", 5)):
         with pytest.raises(ValueError, match="no effect"):
             bw.ShardedAdamW(model.parameters(), **{name: value})
     for moves in (model.double, lambda: model.to("meta"), lambda: copy.deepcopy(model)):
