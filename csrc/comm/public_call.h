@@ -34,7 +34,7 @@ class PublicCall {
  private:
   std::string name() const;
   std::atomic<uint32_t> depth_;
-  std::array<std::atomic<char>, 60> name_;
+  std::array<std::atomic<char>, 124> name_;
 };
 
 // A rank that others wait for.

@@ -81,6 +81,7 @@ def losses_in(text: str) -> list[float]:
     return [float(loss) for loss in text.split(", ")]
 
 
+@pytest.mark.timeout_s(900)
 def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
     runs = [("two_then_one", 2, 4), ("two_then_one", 1, 4), ("one", 1, 8)]
     found = {}

@@ -42,6 +42,7 @@ def run_example(
             output, _ = process.communicate(timeout=40)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             output = "(no output: its processes hold the pipe)"
         pytest.fail(f"{name} did not finish within {timeout_s:g} s:\n{output}")
     return process.returncode, output

@@ -98,9 +98,8 @@ def test_who_has_not_come_is_named_on_stderr(late, monkeypatch, capsys):
     run_threads(body, 3, timeout_s=40)
     said = f"[bucketwheel] rank {min({0, 1, 2} - {late})} has waited {{}} s for ranks [{late}] to make a communicator "
     said += "(ShardedAdamW, sync_module, Communicator); it gives up after 20 s\n"
-    assert capsys.readouterr().err.startswith(
-        said.format(0.2) + said.format(0.4)
-    )  # a busy machine is later, and says 0.8
+    # A busy machine is later, and says 0.8 too.
+    assert capsys.readouterr().err.startswith(said.format(0.2) + said.format(0.4))
 
 
 def test_failures_and_differences_are_told_to_all():

@@ -327,8 +327,8 @@ class _Checkpoint:
         infos = {info.param: info for info in self._engine.infos}
         is_new = _is_new(self._engine)
         state = {}
-        for group, theirs in zip(ours, groups, strict=False):
-            for p, saved in zip(group["params"], theirs["params"], strict=False):
+        for group, theirs in zip(ours, groups, strict=True):
+            for p, saved in zip(group["params"], theirs["params"], strict=True):
                 if str(saved) in of_param:
                     state[saved] = self._entry(infos.get(p), of_param[str(saved)], is_new)
         return {"state": state, "param_groups": groups}

@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bucketwheel.layout.packing import Granularity, Packing, PackItem, Segment, pack
 from bucketwheel.layout.precision import Precision
@@ -24,7 +22,6 @@ from bucketwheel.torch_internals import storage_users
 
 _SLAB_SHARE = 4 << 20  # half of a slab of `Pool`
 _numbers = itertools.count()
-OWNERS = WeakIdKeyDictionary()  # by communicator and by parameter: a weak reference to the optimizer's engine
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,6 @@ class ParamInfo:
     stride: tuple[int, ...]
     device: torch.device
     is_named: bool = True  # else ``name`` says only where it is: ranks cannot be compared by it
-
-
-def owner_of(thing: Any) -> Any:
-    """The live engine that has it, or None."""
-    owner = OWNERS.get(thing)
-    return None if owner is None else owner()
 
 
 def expect_same_memory_kind(info: ParamInfo, shape: torch.Size) -> None:

@@ -23,14 +23,15 @@ from bucketwheel.kernels.adam_rows import AdamRows, GradFactors
 from bucketwheel.kernels.ops import l2_norm
 from bucketwheel.layout.flat_params import ParamInfo, expect_dense, expect_same_memory_kind
 from bucketwheel.layout.masters import follow_param, take_param
+from bucketwheel.layout.owners import claim, expect_free, named, release
 from bucketwheel.layout.precision import Precision, norm_dtype_of
 from bucketwheel.layout.shard_memory import ShardMemory, ShardSpace, StepInputs
 from bucketwheel.native import core
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import ExternalEdits
-from bucketwheel.optim.owners import claim, expect_free, named, release, take_over
 from bucketwheel.optim.param_groups import OptimizerOptions
 from bucketwheel.optim.shown_state import StateEdits
+from bucketwheel.optim.take_over import take_over
 
 
 class LocalEngine:

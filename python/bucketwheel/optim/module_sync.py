@@ -43,8 +43,9 @@ def sync_module(
     """Gives all ranks rank 0's frozen parameters and buffers, as ``DistributedDataParallel(model)`` does. Collective.
 
     Parameters that no `ShardedAdamW` trains yet are synchronized too; `ShardedAdamW` and `shard` have synchronized theirs. Call
-    it before or after `shard`, and before or after you make the optimizer. Names in the model's ``_ddp_params_and_buffers_to_ignore`` are skipped. Without other
-    ranks the call does nothing. Tensors may have any dtype and memory format, and buffers may be persistent or not.
+    it before or after `shard`, and before or after you make the optimizer. Names in the model's
+    ``_ddp_params_and_buffers_to_ignore`` are skipped. Without other ranks the call does nothing. Tensors may have any dtype and
+    memory format, and buffers may be persistent or not.
 
     With ``buffers="forward"`` rank 0's buffers are also broadcast before the first forward of ``model``, and before each
     forward that follows a forward with gradients outside of `no_sync`. All ranks must run the same number of training

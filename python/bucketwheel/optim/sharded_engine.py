@@ -26,18 +26,19 @@ from bucketwheel.grads.reduced import ReducedGrads
 from bucketwheel.grads.unfrozen import UnfrozenGrads
 from bucketwheel.grads.window import GradWindow
 from bucketwheel.kernels.adam_rows import AdamRows
-from bucketwheel.layout.flat_params import FlatParams, ParamInfo, expect_dense, owner_of
+from bucketwheel.layout.flat_params import FlatParams, ParamInfo, expect_dense
 from bucketwheel.layout.leased_params import LeasedParams, ShardedBy, arrivals_of, home_of, plain_params
+from bucketwheel.layout.owners import claim, expect_free, named, owner_of, release
 from bucketwheel.layout.shard_memory import ShardMemory, StepInputs
 from bucketwheel.layout.shard_store import ShardStore
 from bucketwheel.native import core, env
 from bucketwheel.optim import report
 from bucketwheel.optim.external_edits import Edits, ExternalEdits
-from bucketwheel.optim.owners import claim, expect_free, named, release, take_over
 from bucketwheel.optim.param_groups import OptimizerOptions, group_texts
 from bucketwheel.optim.rank_checks import compare_values, expect_equal_layout
 from bucketwheel.optim.shown_state import StateEdits
 from bucketwheel.optim.step_buckets import StepBucket, cut_buckets, register_memory
+from bucketwheel.optim.take_over import take_over
 from bucketwheel.optim.trained_params import Hyperparameters
 from bucketwheel.pool.pool import Pool
 from bucketwheel.residency.gathers import Gathers

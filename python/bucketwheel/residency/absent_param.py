@@ -53,7 +53,7 @@ class Sharded(NamedTuple):
         return ShardedParamError(
             f"{what} needs parameter {self.name!r}, which is sharded over the ranks and not gathered now: access it "
             "inside `with model.full_params():`, or during the forward of its unit; move and convert the model before bw.shard; "
-            "train it by bw.ShardedAdamW, or by any elementwise optimizer over bw.local_shards(model)"
+            "train it with bw.ShardedAdamW, or with an optimizer of torch over bw.local_shards(model)"
         )
 
 

@@ -22,6 +22,7 @@ from bucketwheel.comm.replicas import reducer_of
 from bucketwheel.errors import ShardedParamError, expect_int
 from bucketwheel.layout.flat_params import ParamInfo
 from bucketwheel.layout.leased_params import LeasedParams, ShardedBy
+from bucketwheel.layout.owners import owner_of
 from bucketwheel.layout.precision import PARAM_DTYPES
 from bucketwheel.residency.absent_param import Sharded, make_sharded, sharded
 from bucketwheel.shard import report
@@ -120,6 +121,14 @@ def shard(
             for info in unit.params
         ]
         expect_equal_lines(reducer, lines, "; every rank must shard the same model with the same options")
+        trained = [
+            info.name for info in infos if owner_of(info.param) is not None
+        ]  # until it is collected, on each rank
+        if any(reducer.exchange(b"trained" if trained else b"")):
+            name = f"parameter {trained[0]!r}" if trained else "on another rank a parameter"
+            raise ValueError(
+                f"{name} has an optimizer already: close() it on all ranks, call bw.shard, then make the optimizer"
+            )
         reducer._release()
     except BaseException:
         close_all(owned, 0.0)
@@ -128,7 +137,7 @@ def shard(
     keep_out_of_graphs()
     homes = [_homes_of(unit, comm, order, param_dtype, reduce_dtype) for unit in found]
     cast = param_dtype if cast_inputs else None
-    runtime = Runtime(comm, found, homes, prefetch=prefetch, cast=(cast, output_dtype))
+    runtime = Runtime(comm, found, homes, natives=reducer._natives, prefetch=prefetch, cast=(cast, output_dtype))
     by = ShardedBy(comm, replicas, (group, replicate), weakref.ref(runtime), weakref.WeakSet())
     for home in (home for of_unit in homes for home in of_unit):
         _take(home, comm, replicas, runtime)
@@ -303,7 +312,8 @@ class ShardedModule(nn.Module):
                 ranks."""
         runtime = runtime_of(self)
         number = _number_of(runtime, unit)
-        native = runtime.native.hold(number, stream)
+        with runtime.unshards:
+            native = runtime.native.hold(number, stream)
         runtime.native.let_go(number, keeps=True)
         return Handle(native, runtime.comm.gathers)
 

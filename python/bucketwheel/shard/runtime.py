@@ -65,6 +65,7 @@ class Runtime:
         units: Sequence[Unit],
         homes: Sequence[Sequence[LeasedParams]],
         *,
+        natives: Sequence[Any],
         prefetch: int,
         cast: tuple[torch.dtype | None, torch.dtype | None],
     ) -> None:
@@ -93,13 +94,12 @@ class Runtime:
             lambda *given: weak[1]()(*given),  # type: ignore[misc]
         )
         self.blanks = {id(p): blank for _, _, params, blanks in given for p, blank in zip(params, blanks, strict=True)}
-        natives = list({comm._native, comm.gathers._native})
         # By which a rank that waits alone tells the others, by unit.
         self._forwards, self._evaluations, self._backwards = (
             [core.PublicCall(natives, f"{call} of unit {unit.name!r}") for unit in self.units]
             for call in ("forward", "forward without gradients", "backward")
         )
-        self._holds = core.PublicCall(natives, "full_params")
+        self._holds, self.unshards = (core.PublicCall(natives, call) for call in ("full_params", "unshard"))
         self.plan: Plan | None = None
         self.regimes = ["train", "eval"]
         self._chosen: int | None = None  # the regime, while `regime` says so
@@ -390,7 +390,6 @@ class Runtime:
     @contextlib.contextmanager
     def held(self, units: Sequence[int]) -> Iterator[None]:
         """These are gathered inside. What is written to them there counts. Collective."""
-        self._held += 1
         taken: list[int] = []
         saved = SavedByName.push(self._unit_of_storage, self._memory_of)  # for graphs that are made inside
         try:
@@ -400,11 +399,14 @@ class Runtime:
                     taken.append(unit)
                 for unit in taken:
                     self.native.wait(unit)
-            yield
+            self._held += 1
+            try:
+                yield
+            finally:
+                self._held -= 1
         finally:
             if saved is not None:
                 saved.pop()
-            self._held -= 1
             with contextlib.ExitStack() as last:  # all of them, whatever was done to one
                 for unit in taken:
                     last.callback(self.native.let_go, unit)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from bucketwheel.layout.flat_params import ParamInfo, expect_apart, expect_dense, owner_of
+from bucketwheel.layout.flat_params import ParamInfo, expect_apart, expect_dense
 from bucketwheel.layout.leased_params import home_of
 from bucketwheel.layout.precision import PARAM_DTYPES
 from bucketwheel.residency.absent_param import sharded
@@ -77,10 +77,6 @@ def _expect_shardable(infos: Sequence[ParamInfo]) -> None:
         param, name = info.param, info.name
         if home_of(param) is not None or sharded(param) is not None:
             raise ValueError(f"parameter {name!r} is sharded already: call bw.shard once for a model")
-        if owner_of(param) is not None:
-            raise ValueError(
-                f"parameter {name!r} has an optimizer already: call bw.shard first, then make the optimizer"
-            )
         if type(param) is not Parameter or type(param.data) is not torch.Tensor:
             raise TypeError(
                 f"parameter {name!r} is a {type(param).__name__}; plain parameters only: name it in ignored="

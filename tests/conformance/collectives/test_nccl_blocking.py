@@ -89,8 +89,8 @@ def stuck_elsewhere(rank: int, world: int) -> None:
         assert is_told or (error.op, error.seq) == ("all_gather", 1)
         assert 3.6 < time.monotonic() - begin < 4 + 3 * BUSY
         begin = time.monotonic()
-        idle.close(5)
-        assert time.monotonic() - begin < 5 + BUSY
+        idle.close(30)
+        assert time.monotonic() - begin < 5 * BUSY
 
 
 def test_a_thread_stuck_inside_nccl_holds_others_up_until_their_time_limits(rank_pool):

@@ -515,12 +515,6 @@ def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
     model = bw.shard(Gpt(), (Block,), group=group())
     with pytest.raises(ValueError, match="sharded already"):
         bw.shard(model, (Block,), group=group())
-    trained = Gpt()
-    optimizer = bw.ShardedAdamW(trained.parameters(), process_group=group())
-    with pytest.raises(ValueError, match="has an optimizer already: call bw.shard first"):
-        bw.shard(trained, (Block,), group=group())
-    optimizer.close()
-    bw.shard(trained, (Block,), group=group())
     for name, value in (("bucket_cap_mb", 1), ("overlap_param_sync", True), ("timeout_s", 5)):
         with pytest.raises(ValueError, match="no effect"):
             bw.ShardedAdamW(model.parameters(), **{name: value})
@@ -529,6 +523,26 @@ def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
             moves()
     tokens = tokens_of(0)
     assert model(tokens).shape == (2, 5, 11)
+
+
+def test_parameters_of_an_optimizer_are_refused_on_all_ranks() -> None:
+    """A rank may have collected the optimizer."""
+
+    def body(comm: Communicator) -> None:
+        model = Gpt()
+        opt: Any = bw.ShardedAdamW(model.parameters(), process_group=comm)
+        if comm.rank == 1:
+            opt = None
+            gc.collect()
+        with pytest.raises(ValueError, match=r"parameter .*has an optimizer already: close\(\) it on all ranks"):
+            bw.shard(model, (Block,), group=comm)
+        comm.barrier()
+        del opt
+        gc.collect()
+        bw.shard(model, (Block,), group=comm)
+        lm_loss(model, 0).backward()
+
+    run_local(2, body)
 
 
 def test_parameters_that_come_later_are_trained_whole() -> None:

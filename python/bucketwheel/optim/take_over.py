@@ -1,42 +1,14 @@
-"""Owners: which live engine has a communicator, and trains a parameter: one at a time, of which a later one takes over."""
+"""Take over: an optimizer closes those whose parameters it trains from now on."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from bucketwheel.comm.replicas import Reducer
 from bucketwheel.errors import Error
-from bucketwheel.layout.flat_params import OWNERS, ParamInfo, owner_of
-
-
-def named(infos: Sequence[ParamInfo]) -> list[tuple[Any, str]]:
-    return [(info.param, f"parameter {info.name!r}") for info in infos]
-
-
-def expect_free(things: Sequence[tuple[Any, str]], but: Collection[Any] = ()) -> None:
-    """ValueError if a live optimizer (``but`` these) has one of the communicators or parameters ``things``, which have names.
-
-    Nothing would order the collectives of two optimizers, and each would move the parameters to its own memory.
-    """
-    for thing, name in things:
-        if (owner := owner_of(thing)) is not None and owner not in but:
-            raise ValueError(f"{name} belongs to another optimizer; give each its own, or close() that optimizer")
-
-
-def claim(things: Sequence[tuple[Any, str]], engine: Any) -> None:
-    expect_free(things)
-    for thing, _ in things:
-        OWNERS[thing] = weakref.ref(engine)
-
-
-def release(things: Sequence[tuple[Any, str]], engine: Any) -> None:
-    """Those that ``engine`` has are free again."""
-    for thing, _ in things:
-        if owner_of(thing) is engine:
-            del OWNERS[thing]
+from bucketwheel.layout.flat_params import ParamInfo
+from bucketwheel.layout.owners import owner_of
 
 
 def take_over(infos: Sequence[ParamInfo], comm: Reducer | None) -> None:
