@@ -323,7 +323,7 @@ def test_bad_arguments() -> None:
         with pytest.raises((ValueError, TypeError), match="every|first_step"):
             Snapshots(loop.opt, **bad)
     for call in (Snapshots, lambda optimizer: Snapshots.restore(optimizer, None)):
-        with pytest.raises(TypeError, match="optimizer is a AdamW, expected a ShardedAdamW"):
+        with pytest.raises(TypeError, match="optimizer is AdamW, expected a ShardedAdamW"):
             call(torch.optim.AdamW(loop.params))
     loop.opt.param_groups[0]["capturable"] = True
     with pytest.raises(ValueError, match="capturable"):
