@@ -88,7 +88,7 @@ BUDGETS = {
     "python/checkpoint": 2849,
     "python/comm": 2047,
     "python/residency": 535,
-    "python/shard": 813,
+    "python/shard": 811,
     "python/grads": 1255,
     "python/kernels": 444,
     "python/layout": 831,

@@ -190,7 +190,7 @@ class TensorShard(Tensor):
         raise RuntimeError(
             f"{func} needs all of {self.param_name or 'a tensor'!r}, but this is rank {rank}'s part of {world}. Save "
             "and load it with bw.checkpoint or torch.distributed.checkpoint; optimizer.full_state_dict() gathers whole "
-            "states that any torch optimizer loads. A model of bw.shard needs no wrapper (DDP, FSDP)"
+            "states that any torch optimizer loads. Do not wrap a model of bw.shard in DDP or FSDP"
         )
 
     def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:

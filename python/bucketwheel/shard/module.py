@@ -121,9 +121,8 @@ def shard(
             for info in unit.params
         ]
         expect_equal_lines(reducer, lines, "; every rank must shard the same model with the same options")
-        trained = [
-            info.name for info in infos if owner_of(info.param) is not None
-        ]  # until it is collected, on each rank
+        # A dropped optimizer may have been collected on some ranks only, so all ranks hear of it.
+        trained = [info.name for info in infos if owner_of(info.param) is not None]
         if any(reducer.exchange(b"trained" if trained else b"")):
             name = f"parameter {trained[0]!r}" if trained else "on another rank a parameter"
             raise ValueError(

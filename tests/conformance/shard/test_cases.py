@@ -493,6 +493,23 @@ def test_a_rank_that_evaluates_alone_and_one_that_trains_name_their_calls(alone:
         assert any(re.search(pattern, text) for pattern in of_rank), text
 
 
+def test_full_params_on_one_rank_while_the_others_step_is_the_same_error_on_all() -> None:
+    def body(comm: Communicator) -> None:
+        model = bw.shard(Chain(plain), (Block,), group=comm)
+        opt = bw.ShardedAdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            block_loss(model, step).backward()
+            with contextlib.ExitStack() as stack:
+                if step == 2:
+                    stack.enter_context(pytest.raises(RuntimeError, match="unshard of unit 'root', step .by rank"))
+                    stack.enter_context(model.full_params() if comm.rank == 0 else contextlib.nullcontext())
+                opt.step()
+            opt.zero_grad()
+        assert not runtime_of(model).is_held
+
+    run_local(2, body)
+
+
 def test_options_without_effect_and_trees_that_cannot_be_sharded() -> None:
     group = lambda: bw.LocalWorld(1).rank(0)  # noqa: E731
     refused: list[tuple[Any, dict[str, Any], str]] = [
